@@ -1,0 +1,122 @@
+"""Program: a model as a small SSA graph over the operator set, with symbolic sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trivium.ops.schema import Operator, Shape
+from trivium.ops.state import StateSpec
+
+# The inputs every Program may name; they are the fields of Batch. Symbols: tokens and seqs of the step, rows sampled.
+INPUTS: Mapping[str, tuple[Shape, str]] = {
+    "token_ids": (("tokens",), "int32"),
+    "positions": (("tokens",), "int32"),
+    "query_starts": (("seqs+1",), "int32"),
+    "context_lens": (("seqs",), "int32"),
+    "sample_rows": (("rows",), "int32"),
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Value:
+    """One SSA value. `kind`: "input", "constant", "state" or "call". Values are compared by identity."""
+
+    name: str
+    shape: Shape
+    dtype: str
+    kind: str
+
+    def __repr__(self) -> str:
+        return f"%{self.name}[{', '.join(map(str, self.shape))}]"
+
+
+@dataclass(frozen=True, eq=False)
+class Constant:
+    """A weight by name. `source` is the checkpoint tensor it comes from and `rows` the range of its first dimension
+    (None: all of it). `array` holds a value computed by the model file instead (rope frequencies)."""
+
+    value: Value
+    source: str
+    rows: tuple[int, int] | None = None
+    array: npt.NDArray[np.float32] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class StateDecl:
+    """A state of the Program: the initial SSA value and what it needs. Its index in Program.states is its identity."""
+
+    value: Value
+    spec: StateSpec
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One application of an operator or of a fused pattern. `args` follow the signature; None where an optional one is absent."""
+
+    op: Operator | Pattern
+    args: tuple[Value | None, ...]
+    attrs: Mapping[str, Any]
+    results: tuple[Value, ...]
+
+    @property
+    def name(self) -> str:
+        return self.op.name
+
+
+@dataclass(frozen=True)
+class Program:
+    """inputs, constants (weights by name), states (one a layer), calls in SSA order, outputs by name ("logits", "hidden")."""
+
+    inputs: tuple[Value, ...]
+    constants: tuple[Constant, ...]
+    states: tuple[StateDecl, ...]
+    calls: tuple[Call, ...]
+    outputs: Mapping[str, Value]
+    vocab_size: int = 0
+
+    def consumers(self) -> Mapping[Value, list[Call]]:
+        """Which calls read each value."""
+        readers: dict[Value, list[Call]] = {}
+        for call in self.calls:
+            for value in call.args:
+                if value is not None:
+                    readers.setdefault(value, []).append(call)
+        return readers
+
+    def __str__(self) -> str:
+        from trivium.ops.printer import format_program
+
+        return format_program(self)
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """A fused kernel's specification: an ordinary function over the Builder.
+
+    `fn(b, *values, **attributes)`: positional parameters are the fused call's arguments, keyword-only ones its attributes
+    (bound by name from the calls inside, so `b.rms_norm(x, w, eps=eps)` captures eps; an attribute the function does not mention
+    must have the operator's default). It returns one Value or a tuple of them: every other value made inside must have no
+    reader outside for the pattern to match. A parameter named in `optional` may be absent.
+    """
+
+    name: str
+    fn: Callable[..., Any]
+    optional: frozenset[str] = field(default_factory=frozenset)
+
+    @property
+    def doc(self) -> str:
+        return self.fn.__doc__ or ""
+
+
+def walk_values(program: Program) -> Iterator[Value]:
+    """Every value of the Program in order of definition."""
+    yield from program.inputs
+    yield from (c.value for c in program.constants)
+    yield from (s.value for s in program.states)
+    for call in program.calls:
+        yield from call.results

@@ -1,0 +1,102 @@
+"""State that layers keep between steps: its declaration in a Program, its grouping, and the reference's form of it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+
+@dataclass(frozen=True)
+class PagedKV:
+    """Keys and values of one attention layer, in pages. `window`: keys further back than this many positions are never
+    read again (position p reads p-window+1 .. p), so their pages may be freed; None keeps all."""
+
+    kv_heads: int
+    head_dim: int
+    window: int | None = None
+    paged: ClassVar[bool] = True
+
+    def elements_per_token(self) -> int:
+        return 2 * self.kv_heads * self.head_dim
+
+
+@dataclass(frozen=True)
+class LatentKV:
+    """Compressed keys and values of one MLA layer: `rank` latent and `rope_dim` rotated numbers a token, in pages."""
+
+    rank: int
+    rope_dim: int
+    paged: ClassVar[bool] = True
+    window: ClassVar[int | None] = None
+
+    def elements_per_token(self) -> int:
+        return self.rank + self.rope_dim
+
+
+@dataclass(frozen=True)
+class Recurrent:
+    """A fixed-size float32 state of one layer and sequence (linear attention, SSM, short convolution): one page a sequence."""
+
+    shape: tuple[int, ...]
+    paged: ClassVar[bool] = False
+    window: ClassVar[int | None] = None
+
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+
+StateSpec = PagedKV | LatentKV | Recurrent
+
+
+@dataclass(frozen=True)
+class Group:
+    """Layers that share one block table: `states[i]` is the Program's state that lives in layer slot i of each page."""
+
+    spec: StateSpec
+    states: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class KVSpec:
+    """What a backend must store. One pool of pages serves all groups: a page belongs to one group at a time and holds
+    `page_size` tokens of each of its layer slots (for Recurrent: one sequence's state of each). `dtype` is one of the KV formats."""
+
+    page_size: int
+    dtype: str
+    groups: tuple[Group, ...]
+
+    def group_of(self, state: int) -> tuple[int, int]:
+        """(group, layer slot) of a state."""
+        return next((g, group.states.index(state)) for g, group in enumerate(self.groups) if state in group.states)
+
+    @property
+    def layer_slots(self) -> int:
+        return max((len(g.states) for g in self.groups), default=0)
+
+
+@dataclass
+class PagedState:
+    """One PagedKV or LatentKV layer as the reference sees it in one step.
+
+    k, v: float[pages, page_size, kv_heads, head_dim] (LatentKV: k is [pages, page_size, 1, rank], v [pages, page_size, 1, rope_dim]).
+    block_table: int32[seqs, blocks], entry b of a row holds positions b*page_size ..; -1 where no page is needed any more.
+    slots: int64[tokens], page*page_size+offset of each token of the step; -1: the token is not stored.
+    """
+
+    k: npt.NDArray[np.float32]
+    v: npt.NDArray[np.float32]
+    block_table: npt.NDArray[np.int32]
+    slots: npt.NDArray[np.int64]
+
+
+@dataclass
+class RecurrentState:
+    """One Recurrent layer as the reference sees it. data: float32[pages, *shape]; table: int32[seqs], the page of each sequence.
+    A sequence whose context starts in this step (context length == query length) starts from zeros, whatever the page holds."""
+
+    data: npt.NDArray[np.float32]
+    table: npt.NDArray[np.int32]

@@ -1,0 +1,239 @@
+"""The whole contract between trivium and a backend, in one file.
+
+A plugin is a Python distribution with an entry point in the group `trivium` whose module implements the hook
+`trivium_backend()` (see plugin/hooks.py) and returns a Backend. What follows is everything a backend gives and everything it may
+be asked. "(optional)" as the first word marks what has a default. The core owns scheduling, paging, sampling parameters, the step
+loop and the runner; a backend supplies components, never a copy of those.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from trivium.errors import UnsupportedError
+from trivium.ops import Batch, Call, Group, KVSpec, Operator, Pattern, Program, Sampled, Weight
+
+API_VERSION = 1
+"""The version of this file. The host accepts plugins written for API_VERSION and API_VERSION - 1."""
+
+Tensor = Any
+"""A backend's own tensor type: the core passes such objects around and never looks inside."""
+
+
+class Device(NamedTuple):
+    """One device: `index` within the backend, a readable `name`, total memory in bytes (0: unknown) and free-form details."""
+
+    index: int
+    name: str
+    memory_bytes: int = 0
+    details: Mapping[str, Any] = {}
+
+
+class Probe(NamedTuple):
+    """What probe() found: devices, or none and the reason why."""
+
+    devices: tuple[Device, ...]
+    reason: str = ""
+
+
+class WeightFormat(NamedTuple):
+    """A resident format. `lossless_from`: storage formats (Weight.format) that it holds exactly. `error_budget`: largest relative
+    root-mean-square error of the weights it may introduce for any other source (the kit checks it). `bits`: stored bits a weight."""
+
+    name: str
+    bits: float
+    lossless_from: frozenset[str] = frozenset()
+    error_budget: float = 0.0
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What a device can do. Asked before anything is built. `unsupported` gives a reason for every "no" a user may ask about,
+    keyed by the name of the dtype, format or parameter."""
+
+    dtypes: tuple[str, ...]
+    """Activation dtypes, best first: "float32", "bfloat16", "float16"."""
+    weight_formats: tuple[WeightFormat, ...]
+    """Resident formats, best first. Must include "float32"."""
+    kv_dtypes: tuple[str, ...]
+    """KV formats, best first."""
+    page_sizes: tuple[int, ...] = (16,)
+    """Page sizes in tokens, best first."""
+    max_batched_tokens: int | None = None
+    """Largest number of tokens in one step; None: no limit."""
+    sampling: frozenset[str] | None = None
+    """Sampling parameters it handles (names of SamplingParams); None: all. A request using another is refused at the door."""
+    graph_capture: bool = False
+    max_graphs: int = 0
+    collectives: bool = False
+    threads: int = 0
+    """Host threads the device will use and why (`details` of the Device says); 0: not a host device."""
+    unsupported: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One implementation of an operator (its name) or of a fused Pattern. Several for one operator may stand side by side.
+
+    run(session, args, attrs) -> result or tuple of results, in the backend's tensors; for a backend that compiles whole Programs
+    it may be anything that its own compile() understands. supports(call) -> None, or the reason why not.
+    """
+
+    op: str | Pattern
+    run: Callable[..., Any]
+    name: str = ""
+    priority: int = 0
+    supports: Callable[[Call], str | None] = lambda call: None
+
+
+class Memory(NamedTuple):
+    """Bytes: `total` and `free` on the device, `weights` and `kv` held by this session."""
+
+    total: int
+    free: int
+    weights: int
+    kv: int
+
+
+class Pages(NamedTuple):
+    """Neutral content of some pages of one group, as numpy. `tensors[i]` belongs to layer slot i: for PagedKV
+    (k, v), each float32[pages, page_size, kv_heads, head_dim]; LatentKV (latent[pages, page_size, rank], rope[pages, page_size,
+    rope_dim]); Recurrent (state[pages, *shape],). A KV dtype below float32 must survive export and import bit for bit.
+    `group` is the Group of the KVSpec that the pages belong to."""
+
+    group: Group
+    page_size: int
+    dtype: str
+    tensors: tuple[tuple[npt.NDArray[np.float32], ...], ...]
+
+
+class Step(ABC):
+    """A step that has been started."""
+
+    @abstractmethod
+    def tokens(self) -> Sampled:
+        """Waits for the step and returns what was sampled. A fault of the device is raised here."""
+
+    @abstractmethod
+    def output(self, name: str) -> npt.NDArray[np.float32]:
+        """Waits and returns one of the Program's outputs as float32 (rows in the order of batch.sample_rows)."""
+
+
+class Executable(ABC):
+    """A compiled Program."""
+
+    @abstractmethod
+    def run(self, batch: Batch) -> Step:
+        """Starts one step; may return before it is done. The arrays of `batch` must not be kept after run() returns.
+        If it raises, the KV pages named by batch.slot_mapping may hold anything; all others are unchanged."""
+
+
+class Session(ABC):
+    """An opened device. It owns the memory. Not thread-safe: the core calls it from one thread at a time."""
+
+    @abstractmethod
+    def put(self, array: npt.NDArray[Any]) -> Tensor:
+        """Copies a host array to the device; float32 becomes the activation dtype, integers stay."""
+
+    @abstractmethod
+    def get(self, tensor: Tensor) -> npt.NDArray[Any]:
+        """Copies a device tensor to the host; floats come back as float32."""
+
+    @abstractmethod
+    def load(self, weight: Weight, format: str) -> Tensor:
+        """Makes a weight resident in `format`, repacked into the backend's own layout, once."""
+
+    @abstractmethod
+    def read_weight(self, tensor: Tensor) -> npt.NDArray[np.float32]:
+        """The plain numbers of a loaded weight, in the checkpoint's layout, whatever the resident layout is."""
+
+    @abstractmethod
+    def kv_store(self, spec: KVSpec, pages: int) -> None:
+        """Allocates the one pool of `pages` pages. Raises CapacityError (with the bytes) if it does not fit. Called once."""
+
+    @abstractmethod
+    def page_bytes(self, spec: KVSpec) -> int:
+        """Bytes that one page of this spec takes on the device."""
+
+    @abstractmethod
+    def memory(self) -> Memory:
+        """Memory now."""
+
+    @abstractmethod
+    def compile(self, program: Program, weights: Mapping[str, Tensor]) -> Executable:
+        """Compiles a fused Program; `weights` holds every constant by name. plugin.EagerExecutable is a ready-made answer: a loop
+        over kernels in which an operator without a kernel runs as the numpy reference on the host."""
+
+    @abstractmethod
+    def export_pages(self, group: int, ids: Sequence[int]) -> Pages:
+        """The content of some pages of a group."""
+
+    @abstractmethod
+    def import_pages(self, group: int, ids: Sequence[int], pages: Pages) -> None:
+        """Writes exported content into the pages `ids`."""
+
+    @abstractmethod
+    def copy_pages(self, src: Sequence[int], dst: Sequence[int]) -> None:
+        """Copies whole pages within the pool, src[i] to dst[i]."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Gives everything back. Called once; nothing else is called afterwards."""
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """(optional) Sum over the ranks of the tensor-parallel group."""
+        raise UnsupportedError("this backend has no collectives")
+
+    def all_gather(self, tensor: Tensor, dim: int) -> Tensor:
+        """(optional) Concatenation over the ranks along `dim`."""
+        raise UnsupportedError("this backend has no collectives")
+
+    def send(self, tensor: Tensor, rank: int) -> None:
+        """(optional) Sends to a rank of the pipeline."""
+        raise UnsupportedError("this backend has no collectives")
+
+    def recv(self, like: Tensor, rank: int) -> Tensor:
+        """(optional) Receives from a rank of the pipeline."""
+        raise UnsupportedError("this backend has no collectives")
+
+
+class Backend(ABC):
+    """What the hook returns. Making one must be cheap and import no heavy library."""
+
+    name: str
+    """How users ask for it: lower case, unique among all plugins."""
+    api_version: int
+    """The API_VERSION it was written for."""
+    version: str
+    """Its own version."""
+    priority: int = 0
+    """(optional) backend="auto" takes the available backend with the highest priority."""
+
+    @abstractmethod
+    def probe(self) -> Probe:
+        """The devices it sees, or why it sees none. Never raises, is quick; heavy libraries are imported here at the earliest."""
+
+    @abstractmethod
+    def capabilities(self, device: Device) -> Capabilities:
+        """What a device can do."""
+
+    @abstractmethod
+    def kernels(self, device: Device) -> Sequence[Kernel]:
+        """Every kernel for this device, operators and fused patterns."""
+
+    @abstractmethod
+    def open(self, device: Device, options: Mapping[str, Any]) -> Session:
+        """Opens a device. `options`: "dtype" (activations), "max_batched_tokens", "max_seqs", "max_model_len", and whatever the
+        user passed for this backend; an unknown one is refused by name (InvalidRequestError)."""
+
+
+__all__ = [
+    "API_VERSION", "Backend", "Capabilities", "Device", "Executable", "Kernel", "Memory", "Operator", "Pages", "Probe", "Session",
+    "Step", "Tensor", "WeightFormat",
+]  # fmt: skip
