@@ -63,7 +63,7 @@ class Group:
 @dataclass(frozen=True)
 class KVSpec:
     """What a backend must store. One pool of pages serves all groups: a page belongs to one group at a time and holds
-    `page_size` tokens of each of its layer slots (for Recurrent: one sequence's state of each). `dtype` is one of the KV formats."""
+    `page_size` tokens of each of its layer slots (for Recurrent: one sequence's state of each). `dtype`: a KV format."""
 
     page_size: int
     dtype: str
@@ -82,7 +82,7 @@ class KVSpec:
 class PagedState:
     """One PagedKV or LatentKV layer as the reference sees it in one step.
 
-    k, v: float[pages, page_size, kv_heads, head_dim] (LatentKV: k is [pages, page_size, 1, rank], v [pages, page_size, 1, rope_dim]).
+    k, v: float[pages, page_size, kv_heads, head_dim]; LatentKV: k [pages, page_size, 1, rank], v [pages, page_size, 1, rope_dim].
     block_table: int32[seqs, blocks], entry b of a row holds positions b*page_size ..; -1 where no page is needed any more.
     slots: int64[tokens], page*page_size+offset of each token of the step; -1: the token is not stored.
     """

@@ -43,8 +43,8 @@ class Probe(NamedTuple):
 
 
 class WeightFormat(NamedTuple):
-    """A resident format. `lossless_from`: storage formats (Weight.format) that it holds exactly. `error_budget`: largest relative
-    root-mean-square error of the weights it may introduce for any other source (the kit checks it). `bits`: stored bits a weight."""
+    """A resident format. `bits`: stored bits a weight. `lossless_from`: storage formats (Weight.format) that it holds exactly.
+    `error_budget`: relative root-mean-square error of the weights it may introduce for any other source at most (the kit checks)."""
 
     name: str
     bits: float
@@ -155,7 +155,8 @@ class Session(ABC):
 
     @abstractmethod
     def kv_store(self, spec: KVSpec, pages: int) -> None:
-        """Allocates the one pool of `pages` pages. Raises CapacityError (with the bytes) if it does not fit. Called once."""
+        """Allocates the one pool of `pages` pages. Raises CapacityError (with the bytes) if it does not fit. Called once, after
+        the weights are loaded and before compile()."""
 
     @abstractmethod
     def page_bytes(self, spec: KVSpec) -> int:
@@ -185,6 +186,10 @@ class Session(ABC):
     @abstractmethod
     def close(self) -> None:
         """Gives everything back. Called once; nothing else is called afterwards."""
+
+    def step_state(self, state: int, batch: Batch) -> Any:
+        """(optional) What eager kernels receive for a state of the Program in one step; plugin.EagerExecutable needs it."""
+        raise UnsupportedError("this backend has no eager state")
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """(optional) Sum over the ranks of the tensor-parallel group."""
@@ -229,8 +234,8 @@ class Backend(ABC):
 
     @abstractmethod
     def open(self, device: Device, options: Mapping[str, Any]) -> Session:
-        """Opens a device. `options`: "dtype" (activations), "max_batched_tokens", "max_seqs", "max_model_len", and whatever the
-        user passed for this backend; an unknown one is refused by name (InvalidRequestError)."""
+        """Opens a device. `options`: "dtype" (activations), "max_batched_tokens", "max_seqs", "max_model_len", "strict" (refuse
+        operators without a kernel), and what the user passed for this backend; an unknown one is an InvalidRequestError."""
 
 
 __all__ = [

@@ -1,0 +1,114 @@
+"""EagerExecutable: a loop over a backend's kernels, call by call: how a new backend starts, and all the reference needs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trivium.errors import UnsupportedError
+from trivium.ops import OPERATORS, Batch, Call, KVSpec, Program, Sampled, Value
+from trivium.plugin.contract import Executable, Kernel, Session, Step, Tensor
+from trivium.plugin.host import announce_fallbacks, run_on_host
+from trivium.plugin.select import Choice, select_kernels
+
+
+class EagerStep(Step):
+    """A step that ran to its end inside run()."""
+
+    def __init__(self, session: Session, outputs: Mapping[str, Tensor], sampled: Sampled) -> None:
+        self._session = session
+        self._outputs = outputs
+        self._sampled = sampled
+
+    def tokens(self) -> Sampled:
+        return self._sampled
+
+    def output(self, name: str) -> npt.NDArray[np.float32]:
+        if name not in self._outputs:
+            raise UnsupportedError(f"this Program has no output {name!r}; it has {', '.join(self._outputs)}")
+        return np.asarray(self._session.get(self._outputs[name]), np.float32)
+
+
+class EagerExecutable(Executable):
+    """Runs a Program call by call. An operator without a kernel runs as the numpy reference on the host, with a warning
+    (`strict`: UnsupportedError at once). `kernels` are the backend's; `weights` every constant by name as session.load gave it."""
+
+    def __init__(
+        self, session: Session, program: Program, weights: Mapping[str, Tensor], kernels: Sequence[Kernel], spec: KVSpec,
+        *, backend: str, strict: bool = False,
+    ) -> None:  # fmt: skip
+        self._session = session
+        self._program = program
+        self._spec = spec
+        self._constants = {c.value: weights[c.value.name] for c in program.constants}
+        self._choices = select_kernels(program, kernels)
+        self._last_use = _last_uses(program)
+        self._state_of = _state_indices(program)
+        self._sample = max((k for k in kernels if k.op == "sample"), key=lambda k: k.priority, default=None)
+        missing = [(c.call.name, _why(c)) for c in self._choices if c.kernel is None]
+        announce_fallbacks(backend, missing, strict=strict)
+
+    def run(self, batch: Batch) -> Step:
+        session, program = self._session, self._program
+        env: dict[Value, Any] = dict(self._constants)
+        env.update((v, session.put(getattr(batch, v.name))) for v in program.inputs)
+        env.update((s.value, session.step_state(i, batch)) for i, s in enumerate(program.states))
+        for i, choice in enumerate(self._choices):
+            self._run_call(choice, env, batch)
+            for value in self._last_use.get(i, ()):
+                del env[value]
+        outputs = {name: env[v] for name, v in program.outputs.items()}
+        return EagerStep(session, outputs, self._draw(outputs["logits"], batch))
+
+    def _run_call(self, choice: Choice, env: dict[Value, Any], batch: Batch) -> None:
+        call = choice.call
+        args = [None if v is None else env[v] for v in call.args]
+        if choice.kernel is None:
+            state = next((self._state_of[v] for v in call.args if v in self._state_of), -1)
+            host = run_on_host(self._session, self._spec, call, args, batch, state)
+            results = [None if x is None else self._session.put(x) for x in host]
+        else:
+            got = choice.kernel.run(self._session, args, call.attrs)
+            results = list(got) if isinstance(got, tuple) else [got]
+        for value, result in zip(call.results, results, strict=True):
+            env[value] = env[_state_argument(call, value, self._state_of)] if value.kind == "state" else result
+
+    def _draw(self, logits: Tensor, batch: Batch) -> Sampled:
+        attrs = {"vocab_size": self._program.vocab_size}
+        if self._sample is not None:
+            return self._sample.run(self._session, [logits, batch.sampling], attrs)  # type: ignore[no-any-return]
+        return OPERATORS["sample"](self._session.get(logits), batch.sampling, **attrs)  # type: ignore[no-any-return]
+
+
+def _why(choice: Choice) -> str:
+    return "; ".join(f"{kernel.name}: {reason}" for kernel, reason in choice.refused) or "no kernel"
+
+
+def _state_indices(program: Program) -> dict[Value | None, int]:
+    """The index of the state that each state value is a version of."""
+    index: dict[Value | None, int] = {s.value: i for i, s in enumerate(program.states)}
+    for call in program.calls:
+        arguments = [v for v in call.args if v is not None and v.kind == "state"]
+        results = [v for v in call.results if v.kind == "state"]
+        index.update((r, index[a]) for r, a in zip(results, arguments, strict=False))
+    return index
+
+
+def _state_argument(call: Call, result: Value, state_of: Mapping[Value | None, int]) -> Value:
+    return next(v for v in call.args if v is not None and v.kind == "state" and state_of[v] == state_of[result])
+
+
+def _last_uses(program: Program) -> dict[int, list[Value]]:
+    """For each call the values that nobody reads after it, so that their memory can go."""
+    last: dict[Value, int] = {}
+    for i, call in enumerate(program.calls):
+        last.update((v, i) for v in (*call.args, *call.results) if v is not None and v.kind == "call")
+    kept = set(program.outputs.values())
+    gone: dict[int, list[Value]] = {}
+    for value, i in last.items():
+        if value not in kept:
+            gone.setdefault(i, []).append(value)
+    return gone

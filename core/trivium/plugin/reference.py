@@ -1,0 +1,167 @@
+"""The `reference` backend: the numpy references of the operator set and nothing else. The whole engine runs on it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trivium.errors import CapacityError, InvalidRequestError
+from trivium.ops import (
+    OPERATORS, Batch, Group, KVSpec, LatentKV, PagedKV, PagedState, Program, Recurrent, RecurrentState, StateSpec, Weight,
+)  # fmt: skip
+from trivium.plugin.contract import (
+    API_VERSION, Backend, Capabilities, Device, Executable, Kernel, Memory, Pages, Probe, Session, Tensor, WeightFormat,
+)  # fmt: skip
+from trivium.plugin.eager import EagerExecutable
+from trivium.plugin.hooks import hookimpl
+from trivium.plugin.hostinfo import available_memory, total_memory
+
+F32 = npt.NDArray[np.float32]
+_OPTIONS = frozenset({"dtype", "max_batched_tokens", "max_seqs", "max_model_len", "strict"})
+
+
+class ReferenceSession(Session):
+    """Plain numpy arrays in the shapes of ops/state.py."""
+
+    def __init__(self, kernels: Sequence[Kernel], *, strict: bool) -> None:
+        self._kernels = kernels
+        self._strict = strict
+        self._weight_bytes = 0
+        self._spec = KVSpec(1, "float32", ())
+        self._pool: dict[tuple[int, StateSpec], tuple[F32, ...]] = {}
+
+    def put(self, array: npt.NDArray[Any]) -> Tensor:
+        return np.array(array)
+
+    def get(self, tensor: Tensor) -> npt.NDArray[Any]:
+        return np.asarray(tensor)
+
+    def load(self, weight: Weight, format: str) -> Tensor:
+        if format != "float32":
+            raise InvalidRequestError(f"the reference backend keeps weights as float32, not {format}", param="quantize")
+        array = np.ascontiguousarray(weight.decode())
+        self._weight_bytes += array.nbytes
+        return array
+
+    def read_weight(self, tensor: Tensor) -> F32:
+        return np.asarray(tensor, np.float32)
+
+    def kv_store(self, spec: KVSpec, pages: int) -> None:
+        need = pages * self.page_bytes(spec)
+        if need > total_memory():
+            raise CapacityError(f"{pages} pages of {self.page_bytes(spec)} bytes need {need} bytes; there are {total_memory()}")
+        self._spec = spec
+        for group in spec.groups:
+            for slot in range(len(group.states)):
+                key = (slot, _geometry(group.spec))
+                if key not in self._pool:
+                    self._pool[key] = _allocate(group.spec, pages, spec.page_size)
+
+    def page_bytes(self, spec: KVSpec) -> int:
+        slots = {(i, _geometry(group.spec)) for group in spec.groups for i in range(len(group.states))}
+        return sum(4 * _elements(state, spec.page_size) for _, state in slots)
+
+    def memory(self) -> Memory:
+        kv = sum(a.nbytes for arrays in self._pool.values() for a in arrays)
+        return Memory(total_memory(), available_memory(), self._weight_bytes, kv)
+
+    def compile(self, program: Program, weights: Mapping[str, Tensor]) -> Executable:
+        return EagerExecutable(self, program, weights, self._kernels, self._spec, backend="reference", strict=self._strict)
+
+    def step_state(self, state: int, batch: Batch) -> PagedState | RecurrentState:
+        group, slot = self._spec.group_of(state)
+        arrays = self._arrays(self._spec.groups[group], slot)
+        table = batch.block_tables[group]
+        if len(arrays) == 1:
+            return RecurrentState(arrays[0], table[:, 0])
+        return PagedState(arrays[0], arrays[1], table, batch.slot_mapping[group])
+
+    def _arrays(self, group: Group, slot: int) -> tuple[F32, ...]:
+        return self._pool[slot, _geometry(group.spec)]
+
+    def export_pages(self, group: int, ids: Sequence[int]) -> Pages:
+        which = self._spec.groups[group]
+        index = np.asarray(ids, np.int64)
+        tensors = tuple(tuple(_neutral(which.spec, a[index]) for a in self._arrays(which, s)) for s in range(len(which.states)))
+        return Pages(which, self._spec.page_size, self._spec.dtype, tensors)
+
+    def import_pages(self, group: int, ids: Sequence[int], pages: Pages) -> None:
+        which = self._spec.groups[group]
+        index = np.asarray(ids, np.int64)
+        for slot, tensors in enumerate(pages.tensors):
+            for mine, theirs in zip(self._arrays(which, slot), tensors, strict=True):
+                mine[index] = theirs.reshape(len(index), *mine.shape[1:])
+
+    def copy_pages(self, src: Sequence[int], dst: Sequence[int]) -> None:
+        for arrays in self._pool.values():
+            for a in arrays:
+                a[np.asarray(dst, np.int64)] = a[np.asarray(src, np.int64)]
+
+    def close(self) -> None:
+        self._pool.clear()
+
+
+class ReferenceBackend(Backend):
+    """Correct, slow, everywhere."""
+
+    name = "reference"
+    api_version = API_VERSION
+    version = "1"
+    priority = -100
+
+    def probe(self) -> Probe:
+        return Probe((Device(0, "numpy", total_memory(), {"numpy": np.__version__}),))
+
+    def capabilities(self, device: Device) -> Capabilities:
+        return Capabilities(
+            dtypes=("float32",),
+            weight_formats=(WeightFormat("float32", 32.0, frozenset({"float32", "float16", "bfloat16"})),),
+            kv_dtypes=("float32",),
+            page_sizes=(16, *(n for n in range(1, 257) if n != 16)),
+            unsupported={"bfloat16": "the reference computes in float32", "float16": "the reference computes in float32"},
+        )
+
+    def kernels(self, device: Device) -> Sequence[Kernel]:
+        return [Kernel(name, _runner(name), f"numpy {name}") for name in OPERATORS]
+
+    def open(self, device: Device, options: Mapping[str, Any]) -> Session:
+        unknown = options.keys() - _OPTIONS
+        if unknown:
+            known = ", ".join(sorted(_OPTIONS))
+            raise InvalidRequestError(f"the reference backend has no option {', '.join(sorted(unknown))}; it has {known}")
+        return ReferenceSession(self.kernels(device), strict=bool(options.get("strict")))
+
+
+def _runner(name: str) -> Any:
+    return lambda session, args, attrs: OPERATORS[name](*args, **attrs)
+
+
+def _geometry(spec: StateSpec) -> StateSpec:
+    """Groups whose layers differ only in their window share the pool's arrays."""
+    return dataclasses.replace(spec, window=None) if isinstance(spec, PagedKV) else spec
+
+
+def _elements(spec: StateSpec, page_size: int) -> int:
+    return spec.elements() if isinstance(spec, Recurrent) else spec.elements_per_token() * page_size
+
+
+def _allocate(spec: StateSpec, pages: int, page_size: int) -> tuple[F32, ...]:
+    if isinstance(spec, Recurrent):
+        return (np.zeros((pages, *spec.shape), np.float32),)
+    if isinstance(spec, LatentKV):
+        return tuple(np.zeros((pages, page_size, 1, n), np.float32) for n in (spec.rank, spec.rope_dim))
+    shape = (pages, page_size, spec.kv_heads, spec.head_dim)
+    return np.zeros(shape, np.float32), np.zeros(shape, np.float32)
+
+
+def _neutral(spec: StateSpec, array: F32) -> F32:
+    return array[:, :, 0] if isinstance(spec, LatentKV) else array
+
+
+@hookimpl
+def trivium_backend() -> Backend:
+    return ReferenceBackend()

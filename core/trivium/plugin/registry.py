@@ -1,0 +1,160 @@
+"""Finding backends through entry points; a faulty plugin is reported with its reason and harms no other."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, NamedTuple
+
+import pluggy
+
+from trivium.errors import BackendNotFoundError, BackendUnavailableError, PluginError, TriviumError
+from trivium.plugin.contract import API_VERSION, Backend, Device, Probe
+from trivium.plugin.hooks import PROJECT, Hooks
+
+OLDEST_API_VERSION = max(1, API_VERSION - 1)
+
+
+class Status(NamedTuple):
+    """One installed plugin as `trivium backends` shows it. `reason` says why there are no devices ("" if there are)."""
+
+    name: str
+    distribution: str
+    version: str
+    devices: tuple[Device, ...]
+    reason: str
+
+    def to_json(self) -> dict[str, Any]:
+        """The status as plain JSON values."""
+        devices = [{**d._asdict(), "details": dict(d.details)} for d in self.devices]
+        return {**self._asdict(), "devices": devices, "available": bool(self.devices)}
+
+
+@dataclass(frozen=True)
+class Plugin:
+    """An entry point of the group `trivium`, not yet imported. `distributions`: who claims the name."""
+
+    name: str
+    entry_points: tuple[EntryPoint, ...]
+
+    @property
+    def distributions(self) -> tuple[str, ...]:
+        return tuple(f"{e.dist.name} {e.dist.version}" if e.dist else "unknown" for e in self.entry_points)
+
+    def load(self) -> Backend:
+        """Imports the plugin and checks its Backend against the contract; raises PluginError with the reason."""
+        if len(self.entry_points) > 1:
+            raise PluginError(f"two plugins are called {self.name!r}: {' and '.join(self.distributions)}; uninstall one")
+        try:
+            module = self.entry_points[0].load()
+            backend = _call_hook(module)
+        except TriviumError:
+            raise
+        except (Exception, SystemExit) as e:
+            raise PluginError(f"plugin {self.name!r} ({self.distributions[0]}) failed to load: {type(e).__name__}: {e}") from e
+        return _checked(self, backend)
+
+    def status(self) -> Status:
+        """Loads and probes; never raises."""
+        try:
+            backend = self.load()
+        except TriviumError as e:
+            return Status(self.name, " and ".join(self.distributions), "", (), str(e))
+        probe = safe_probe(backend)
+        return Status(self.name, self.distributions[0], backend.version, probe.devices, probe.reason)
+
+
+def _call_hook(module: Any) -> Any:
+    manager = pluggy.PluginManager(PROJECT)
+    manager.add_hookspecs(Hooks)
+    manager.register(module)
+    backends = manager.hook.trivium_backend()
+    if len(backends) != 1:
+        raise PluginError(f"{module!r} must implement the hook trivium_backend() once; it returned {len(backends)} backends")
+    return backends[0]
+
+
+def _checked(plugin: Plugin, backend: Any) -> Backend:
+    where = f"plugin {plugin.name!r} ({plugin.distributions[0]})"
+    version = getattr(backend, "api_version", None)
+    accepted = " and ".join(map(str, range(OLDEST_API_VERSION, API_VERSION + 1)))
+    if type(version) is not int or not OLDEST_API_VERSION <= version <= API_VERSION:
+        raise PluginError(f"{where} was written for plugin API version {version}; this trivium accepts {accepted}")
+    if not isinstance(backend, Backend):
+        raise PluginError(f"{where} returned a {type(backend).__name__}, not a trivium.plugin.Backend")
+    if backend.name != plugin.name:
+        raise PluginError(f"{where} calls its backend {backend.name!r}; the entry point's name and the backend's must be equal")
+    return backend
+
+
+def safe_probe(backend: Backend) -> Probe:
+    """backend.probe(), with an exception (which the contract forbids) turned into a reason."""
+    try:
+        return backend.probe()
+    except (Exception, SystemExit) as e:
+        return Probe((), f"probe failed: {type(e).__name__}: {e}")
+
+
+def find_plugins() -> dict[str, Plugin]:
+    """All installed plugins by name; imports none of them."""
+    by_name: dict[str, dict[tuple[str, str], EntryPoint]] = {}
+    for e in entry_points(group=PROJECT):
+        by_name.setdefault(e.name, {})[(e.dist.name if e.dist else "", e.value)] = e
+    return {name: Plugin(name, tuple(found.values())) for name, found in sorted(by_name.items())}
+
+
+def find_backends() -> list[Status]:
+    """The state of every installed plugin, available or not."""
+    return [plugin.status() for plugin in find_plugins().values()]
+
+
+def resolve(name: str = "auto") -> tuple[Backend, Device]:
+    """The backend and device for a user's word: "auto", "cpu", "cpu:0" (index) or "torch:cpu" (device name).
+
+    "auto" takes the available backend of the highest priority. A backend asked for by name is never replaced by another:
+    BackendNotFoundError for an unknown name, BackendUnavailableError (with its own reason) for one without devices.
+    """
+    if name == "auto":
+        return _best()
+    base, _, wanted = name.partition(":")
+    plugin = find_plugins().get(base)
+    if plugin is None:
+        raise BackendNotFoundError(_unknown(base, list(find_plugins())), param="backend")
+    backend = plugin.load()
+    probe = safe_probe(backend)
+    if not probe.devices:
+        raise BackendUnavailableError(f"backend {base!r} has no device here: {probe.reason}", param="backend")
+    return backend, _pick(base, probe.devices, wanted)
+
+
+def _best() -> tuple[Backend, Device]:
+    loaded, reasons = [], []
+    for plugin in find_plugins().values():
+        try:
+            loaded.append(plugin.load())
+        except TriviumError as e:
+            reasons.append(str(e))
+    for backend in sorted(loaded, key=lambda b: -b.priority):
+        probe = safe_probe(backend)
+        if probe.devices:
+            return backend, probe.devices[0]
+        reasons.append(f"{backend.name}: {probe.reason}")
+    raise BackendUnavailableError("no backend has a device here: " + "; ".join(reasons or ["none is installed"]))
+
+
+def _pick(base: str, devices: Sequence[Device], wanted: str) -> Device:
+    if not wanted:
+        return devices[0]
+    for device in devices:
+        if wanted in (str(device.index), device.name):
+            return device
+    known = ", ".join(f"{base}:{d.index} ({d.name})" for d in devices)
+    raise BackendNotFoundError(f"backend {base!r} has no device {wanted!r}; there is {known}", param="backend")
+
+
+def _unknown(name: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(name, known, 1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    return f"no backend is called {name!r}{hint} (installed: auto, {', '.join(known)})"
