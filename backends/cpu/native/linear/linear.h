@@ -1,0 +1,174 @@
+// Linear layers on the CPU: weights packed once into the order the kernels stream, and y = x W^T on them.
+//
+// Life of a weight: choose_layout -> allocate (from a huge-page Arena) -> pack_tiles (any thread, any tile range) -> MatrixView.
+// A step: quantise_row for inputs of matrices that need it, then multiply for a range of outputs and rows on each thread.
+// Kernels do not allocate, throw or start threads. Within one Isa the bits of an output depend on its weights and its input row
+// only, never on how many rows or outputs are computed with it or how the ranges are split.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+namespace trivium::linear {
+
+inline constexpr int64_t kTile = 16;        // outputs that are packed together; ranges of outputs are split at multiples of it
+inline constexpr int64_t kGroup = 32;       // inputs that share a scale in a quantised row
+inline constexpr int64_t kAlign = 64;       // alignment, in bytes, of packed matrices and of quantised rows
+inline constexpr int64_t kRowBlock = 12;    // ranges of rows are best split at multiples of it
+
+// ---------------------------------------------------------------------------------------------------------------- formats
+
+// How a checkpoint stores a row. The block formats are those of GGUF (ggml's block layouts).
+enum class Storage : uint8_t { float32, bfloat16, float16, q4_0, q4_1, q5_0, q5_1, q8_0, q4_k, q5_k, q6_k };
+
+// What the caller asks for.
+enum class Format : uint8_t { float32, bfloat16, float16, int8, int4 };
+
+// What lies in memory. Suffixes: s, float16 scale a group of 32, symmetric; sm, float16 scale and minimum a group of 32; k, 8-bit scale
+// and minimum a group of 32 under two float16 factors a block of 256; k6, signed 8-bit scale a group of 16 under one factor a 256.
+enum class Layout : uint8_t { float32, bfloat16, float16, q8_s, q8_sm, q8_k, q8_k6, q4_s, q4_sm, q4_k };
+
+// The layout that holds `storage` in `format`: without loss where that exists, else by rounding.
+Layout choose_layout(Format format, Storage storage);
+// True if packing `storage` into choose_layout(format, storage) keeps every decoded float32 bit for bit.
+bool is_lossless(Format format, Storage storage);
+// True for int8 and int4 layouts: multiply reads Input::quantised instead of Input::x.
+constexpr bool needs_quantised(Layout layout) { return layout >= Layout::q8_s; }
+// Bytes of one row of `in` numbers in a checkpoint; 0 if `in` is not a whole number of blocks.
+int64_t storage_row_bytes(Storage storage, int64_t in);
+
+// ----------------------------------------------------------------------------------------------------------------- memory
+
+// Memory for weights: 64-byte aligned pieces of large anonymous maps, advised for huge pages where the system has them. A piece keeps
+// its map alive. Untouched memory costs nothing. Not thread-safe.
+class Arena {
+public:
+  explicit Arena(size_t map_bytes = size_t{256} << 20) : map_bytes_(map_bytes) {}
+  std::shared_ptr<uint8_t> allocate(size_t bytes);  // zeroed; throws std::bad_alloc
+
+private:
+  size_t map_bytes_;
+  size_t used_ = 0;
+  size_t size_ = 0;
+  std::shared_ptr<uint8_t> map_;
+};
+
+// ----------------------------------------------------------------------------------------------------------------- weights
+
+// A packed matrix as kernels see it (no ownership). Tiles of kTile outputs follow each other; each holds all its inputs.
+struct MatrixView {
+  const uint8_t* data = nullptr;
+  int64_t out = 0;
+  int64_t in = 0;
+  int64_t tile_bytes = 0;
+  Layout layout = Layout::float32;
+
+  // Outputs [begin, begin + count) as a matrix of its own. begin: a multiple of kTile.
+  MatrixView rows(int64_t begin, int64_t count) const {
+    return {data + begin / kTile * tile_bytes, count, in, tile_bytes, layout};
+  }
+};
+
+class PackedMatrix {
+public:
+  PackedMatrix() = default;
+  // Zeroed memory for out x in weights; fill it with pack_tiles. Throws std::bad_alloc.
+  PackedMatrix(Arena& arena, Layout layout, int64_t out, int64_t in);
+
+  const MatrixView& view() const { return view_; }
+  int64_t tiles() const { return (view_.out + kTile - 1) / kTile; }
+  int64_t bytes() const { return tiles() * view_.tile_bytes; }
+  uint8_t* tile(int64_t index) { return memory_.get() + index * view_.tile_bytes; }
+
+private:
+  std::shared_ptr<uint8_t> memory_;
+  MatrixView view_;
+};
+
+// Bytes of one tile of `layout` with `in` inputs.
+int64_t tile_bytes(Layout layout, int64_t in);
+
+// Rows of a checkpoint tensor: row r starts at data + r * row_bytes. float32, float16 and bfloat16 rows need no alignment.
+struct Source {
+  Storage storage = Storage::float32;
+  const uint8_t* data = nullptr;
+  int64_t row_bytes = 0;
+};
+
+// Packs outputs [tile_begin * kTile, tile_end * kTile) of `source` (rows beyond `out` become zeros). Threads may pack disjoint ranges at
+// once, so that the thread that will read a tile touches it first. A storage that the layout doesn't hold exactly is rounded to
+// nearest. Throws std::invalid_argument if the layout can't hold it (numbers that are not finite or exceed the range).
+void pack_tiles(PackedMatrix& matrix, const Source& source, int64_t tile_begin, int64_t tile_end);
+
+// Decoded output row `row`: out[0, in). Exact: what the packed numbers mean, in float32. For embedding lookups and reading back.
+void unpack_row(const MatrixView& matrix, int64_t row, float* out);
+
+// ----------------------------------------------------------------------------------------------------------------- inputs
+
+// Input rows as signed 8-bit numbers with a float32 scale for each group of kGroup: x = scale * q, |q| <= 127. A view on caller's memory:
+// rows * row_bytes(in) bytes, aligned to kAlign. One record a row: q[padded], scale[groups], scaled_sum[groups], negative_sum[groups],
+// negative_half_sum[2 * groups]; an odd number of cache lines, so that rows spread over the cache's sets.
+struct QuantisedRows {
+  uint8_t* data = nullptr;
+  int64_t in = 0;
+  int64_t stride = 0;
+
+  static constexpr int64_t padded(int64_t in) { return (in + 2 * kGroup - 1) / (2 * kGroup) * (2 * kGroup); }
+  static constexpr int64_t row_bytes(int64_t in) {
+    const int64_t lines = (padded(in) + padded(in) / kGroup * 20 + kAlign - 1) / kAlign;
+    return (lines | 1) * kAlign;
+  }
+  QuantisedRows() = default;
+  QuantisedRows(void* memory, int64_t in_) : data(static_cast<uint8_t*>(memory)), in(in_), stride(row_bytes(in_)) {}
+
+  int64_t groups() const { return padded(in) / kGroup; }
+  int8_t* q(int64_t row) const { return reinterpret_cast<int8_t*>(data + row * stride); }
+  float* scale(int64_t row) const { return reinterpret_cast<float*>(data + row * stride + padded(in)); }
+  float* scaled_sum(int64_t row) const { return scale(row) + groups(); }  // scale * sum(q)
+  int32_t* negative_sum(int64_t row) const { return reinterpret_cast<int32_t*>(scale(row) + 2 * groups()); }  // -sum(q)
+  int32_t* negative_half_sum(int64_t row) const { return negative_sum(row) + groups(); }  // -sum(q) of each 16
+};
+
+// What multiply reads: `quantised` for layouts that need it, else `x` (row r at x + r * ldx). Matrices of both kinds may share one Input.
+struct Input {
+  const float* x = nullptr;
+  int64_t ldx = 0;
+  QuantisedRows quantised;
+};
+
+// Where multiply writes: y[r * ldy + o] (+)= sum_i x[r, i] * W[o, i] (+ bias[o]).
+struct Output {
+  float* y = nullptr;
+  int64_t ldy = 0;
+  const float* bias = nullptr;  // [out] or null
+  bool accumulate = false;      // adds to what y holds (a residual)
+};
+
+// ----------------------------------------------------------------------------------------------------------------- kernels
+
+enum class Isa : uint8_t { portable, avx2, avx512, avx512_vnni };
+
+struct Range {
+  int64_t begin = 0;
+  int64_t end = 0;
+};
+
+struct LinearKernels {
+  Isa isa;
+  const char* name;
+  // Quantises x[0, rows.in) into record `row`, padding included. A group with a number that is not finite gets the scale NaN, so that what is
+  // computed from it is NaN too. Cheap (about 0.1 ns a number): with few rows let each thread do it for itself rather than wait.
+  void (*quantise_row)(const float* x, const QuantisedRows& rows, int64_t row);
+  // Computes outputs [outs.begin, outs.end) of rows [rows.begin, rows.end) on the calling thread. outs.begin: a multiple of kTile; outs.end: a
+  // multiple of kTile or matrix.out. Nothing outside these ranges of y is read or written.
+  void (*multiply)(const MatrixView& matrix, const Input& input, Range rows, Range outs, const Output& output);
+};
+
+// Instruction sets of this machine, best first; the last is portable.
+std::vector<Isa> available_isas();
+// The kernels of an available instruction set.
+const LinearKernels& kernels(Isa isa);
+
+}  // namespace trivium::linear
