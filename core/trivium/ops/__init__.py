@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from trivium.ops import attention, dense
 from trivium.ops.batch import Batch, Sampled, SampleInputs
 from trivium.ops.builder import Builder
 from trivium.ops.program import INPUTS, Call, Constant, Pattern, Program, StateDecl, Value, walk_values
@@ -9,8 +12,17 @@ from trivium.ops.schema import OPSET, Arg, Case, Operator, Shape, Signature, Tol
 from trivium.ops.state import Group, KVSpec, LatentKV, PagedKV, PagedState, Recurrent, RecurrentState, StateSpec
 from trivium.ops.tensors import Weight
 
+OPERATORS: Mapping[str, Operator] = collect(dense, attention)
+"""The operator set, by name."""
+
+
+def new_builder() -> Builder:
+    """A Builder over the whole operator set."""
+    return Builder(OPERATORS)
+
+
 __all__ = [
-    "INPUTS", "OPSET", "Arg", "Batch", "Builder", "Call", "Case", "Constant", "Group", "KVSpec", "LatentKV", "Operator", "PagedKV",
-    "PagedState", "Pattern", "Program", "Recurrent", "RecurrentState", "SampleInputs", "Sampled", "Shape", "Signature",
-    "StateDecl", "StateSpec", "Tolerance", "Value", "Weight", "collect", "operator", "walk_values",
+    "INPUTS", "OPERATORS", "OPSET", "Arg", "Batch", "Builder", "Call", "Case", "Constant", "Group", "KVSpec", "LatentKV",
+    "Operator", "PagedKV", "PagedState", "Pattern", "Program", "Recurrent", "RecurrentState", "SampleInputs", "Sampled", "Shape",
+    "Signature", "StateDecl", "StateSpec", "Tolerance", "Value", "Weight", "collect", "new_builder", "operator", "walk_values",
 ]  # fmt: skip
