@@ -44,7 +44,7 @@ class Probe(NamedTuple):
 
 class WeightFormat(NamedTuple):
     """A resident format. `bits`: stored bits a weight. `lossless_from`: storage formats (Weight.format) that it holds exactly.
-    `error_budget`: relative root-mean-square error of the weights it may introduce for any other source at most (the kit checks)."""
+    `error_budget`: relative root-mean-square error of the weights it may introduce for any other source at most (the kit checks)"""
 
     name: str
     bits: float

@@ -1,0 +1,295 @@
+"""From a model's name to something that runs: checkpoint -> Program -> fusion -> resident weights -> page pool -> Executable."""
+
+from __future__ import annotations
+
+import bisect
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from trivium.errors import CapacityError, CheckpointError, InvalidRequestError, UnsupportedError
+from trivium.kv import plan_groups
+from trivium.models import build, describe
+from trivium.ops import Constant, Group, KVSpec, Program, Weight, rewrite
+from trivium.plugin import Backend, Capabilities, Device, Executable, Session, WeightFormat
+from trivium.plugin import resolve as resolve_backend
+from trivium.plugin.select import accepts, patterns
+from trivium.text import Tokenizer
+from trivium.weights import Checkpoint, open_checkpoint
+from trivium.weights import resolve as resolve_model
+
+MEMORY_SHARE = 0.4
+"""Share of the free memory that the page pool may take when its size is not given."""
+_SAMPLE_FORMATS = ("float32", "float16", "bfloat16")
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """How to load. None or "auto": chosen and reported. `dtype`: every weight resident in that float type. `quantize`: resident
+    format of the linear weights. `block_size`: tokens a page. `num_kv_blocks`: pages in the pool, over all groups."""
+
+    dtype: str = "auto"
+    quantize: str | None = None
+    kv_dtype: str = "auto"
+    block_size: int | None = None
+    num_kv_blocks: int | None = None
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 512
+    max_model_len: int | None = None
+    strict: bool = False
+    backend_options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("block_size", "num_kv_blocks", "max_num_seqs", "max_num_batched_tokens", "max_model_len"):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < 1):
+                raise InvalidRequestError(f"{name} must be a positive integer, not {value!r}", param=name)
+
+
+class Route(NamedTuple):
+    """How one constant became resident: its storage format, the resident one, whether that holds it exactly."""
+
+    name: str
+    storage: str
+    resident: str
+    lossless: bool
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model that is ready to run on one device; what the engine needs of it."""
+
+    name: str
+    backend: Backend
+    device: Device
+    capabilities: Capabilities
+    session: Session
+    program: Program
+    executable: Executable
+    kv_spec: KVSpec
+    num_pages: int
+    vocab_size: int
+    max_model_len: int
+    eos_ids: frozenset[int]
+    fingerprint: str
+    tokenizer: Tokenizer
+    generation_config: Mapping[str, Any]
+    routes: tuple[Route, ...]
+
+    def summary(self) -> str:
+        """One line: which weights went which way, and the page pool."""
+        ways = Counter((r.storage, r.resident, r.lossless) for r in self.routes)
+        weights = ", ".join(f"{n} {s} -> {r}{'' if exact else ' (lossy)'}" for (s, r, exact), n in ways.most_common())
+        pool = f"{self.num_pages} pages of {self.kv_spec.page_size} tokens"
+        return f"{self.backend.name}:{self.device.index} ({self.device.name}); weights {weights}; {pool}"
+
+
+class Plan(NamedTuple):
+    """A model opened but not loaded: everything that can be said without taking memory."""
+
+    path: Path
+    checkpoint: Checkpoint
+    backend: Backend
+    device: Device
+    capabilities: Capabilities
+    traced: Program
+    program: Program
+    routes: tuple[tuple[Constant, Weight | None, WeightFormat, bool], ...]
+    max_model_len: int
+
+
+def plan(model: str, backend: str = "auto", options: LoadOptions | None = None, *, progress: bool = False) -> Plan:
+    """Finds the model and the backend, traces and fuses the Program and chooses every weight's route; loads nothing."""
+    options = options or LoadOptions()
+    chosen, device = resolve_backend(backend)
+    capabilities = chosen.capabilities(device)
+    _check_choice("dtype", options.dtype, (*capabilities.dtypes, *_float_formats(capabilities)), capabilities)
+    _check_choice("kv_dtype", options.kv_dtype, capabilities.kv_dtypes, capabilities)
+    path = resolve_model(model, progress=progress)
+    checkpoint = open_checkpoint(path)
+    positions = describe(checkpoint.config).max_positions
+    max_model_len = options.max_model_len or positions
+    if max_model_len > positions:
+        message = f"max_model_len {max_model_len} is more than the model's {positions} positions"
+        raise InvalidRequestError(message, param="max_model_len")
+    traced = build(checkpoint.config, max_model_len=max_model_len)
+    kernels = chosen.kernels(device)
+    program = rewrite(traced, patterns(kernels), accept=lambda call: accepts(call, kernels))
+    routes = tuple(_route(c, program, checkpoint, capabilities, options) for c in program.constants)
+    return Plan(path, checkpoint, chosen, device, capabilities, traced, program, routes, max_model_len)
+
+
+def load(
+    model: str, backend: str = "auto", options: LoadOptions | None = None, *, progress: Callable[[int, int], None] | None = None
+) -> Loaded:
+    """Loads a model. `progress(done, total)` is told bytes of weights. Raises a TriviumError that says what to change."""
+    options = options or LoadOptions()
+    p = plan(model, backend, options, progress=progress is not None)
+    tokenizer = Tokenizer.from_data(p.checkpoint.tokenizer_data())
+    session = p.backend.open(p.device, _backend_options(p, options))
+    try:
+        return _load_into(session, model, p, tokenizer, options, progress)
+    except BaseException:
+        session.close()
+        raise
+
+
+def _load_into(
+    session: Session, model: str, p: Plan, tokenizer: Tokenizer, options: LoadOptions, progress: Callable[[int, int], None] | None
+) -> Loaded:
+    weights = _load_weights(session, p, progress)
+    spec = plan_groups(p.program.states, _page_size(p.capabilities, options), _kv_dtype(p.capabilities, options))
+    pages, max_model_len = _pool_size(session, spec, p.max_model_len, options)
+    session.kv_store(spec, pages)
+    vocab_size = min(p.program.vocab_size, tokenizer.vocab_size)
+    program = replace(p.program, vocab_size=vocab_size)
+    return Loaded(
+        name=model, backend=p.backend, device=p.device, capabilities=p.capabilities, session=session, program=program,
+        executable=session.compile(program, weights), kv_spec=spec, num_pages=pages, vocab_size=vocab_size,
+        max_model_len=max_model_len, eos_ids=_eos_ids(p.checkpoint, tokenizer), fingerprint=p.checkpoint.fingerprint,
+        tokenizer=tokenizer, generation_config=p.checkpoint.generation_config,
+        routes=tuple(Route(c.value.name, w.format, f.name, exact, w.nbytes) for c, w, f, exact in p.routes if w is not None),
+    )  # fmt: skip
+
+
+def _backend_options(p: Plan, options: LoadOptions) -> dict[str, Any]:
+    limit = p.capabilities.max_batched_tokens
+    if limit is not None and options.max_num_batched_tokens > limit:
+        raise InvalidRequestError(f"max_num_batched_tokens {options.max_num_batched_tokens} is over the backend's limit of {limit}")
+    activations = options.dtype if options.dtype in p.capabilities.dtypes else p.capabilities.dtypes[0]
+    return {
+        "dtype": activations, "max_batched_tokens": options.max_num_batched_tokens, "max_seqs": options.max_num_seqs,
+        "max_model_len": p.max_model_len, "strict": options.strict, **options.backend_options,
+    }  # fmt: skip
+
+
+def _float_formats(capabilities: Capabilities) -> list[str]:
+    return [f.name for f in capabilities.weight_formats if f.name in _SAMPLE_FORMATS]
+
+
+def _check_choice(param: str, value: str | None, possible: tuple[str, ...], capabilities: Capabilities) -> None:
+    if value not in (None, "auto", *possible):
+        reason = capabilities.unsupported.get(str(value), "not possible on this backend")
+        known = ", ".join(dict.fromkeys(possible))
+        raise InvalidRequestError(f"{param} {value!r}: {reason}; choose from auto, {known}", param=param)
+
+
+def _route(
+    constant: Constant, program: Program, checkpoint: Checkpoint, capabilities: Capabilities, options: LoadOptions
+) -> tuple[Constant, Weight | None, WeightFormat, bool]:
+    """The constant, its (sliced) checkpoint tensor, its resident format and whether that is lossless."""
+    formats = {f.name: f for f in capabilities.weight_formats}
+    if constant.array is not None:
+        return constant, None, formats["float32"], True
+    if constant.source not in checkpoint.names():
+        raise CheckpointError(f"{checkpoint.path} lacks the tensor {constant.source}; is the download complete?")
+    weight = checkpoint.tensor(constant.source)
+    if constant.rows is not None:
+        weight = weight.slice_rows(*constant.rows)
+    if weight.shape != constant.value.shape:
+        raise CheckpointError(f"{constant.source} has the shape {weight.shape}; the configuration says {constant.value.shape}")
+    chosen = _choose_format(weight, constant, program, formats, options)
+    return constant, weight, chosen, chosen.name == "float32" or weight.format in chosen.lossless_from
+
+
+def _choose_format(
+    weight: Weight, constant: Constant, program: Program, formats: Mapping[str, WeightFormat], options: LoadOptions
+) -> WeightFormat:
+    if len(weight.shape) < 2:
+        return formats["float32"]
+    if options.quantize is not None and not _is_embedding(constant, program):
+        if options.quantize not in formats:
+            known = ", ".join(formats)
+            raise InvalidRequestError(
+                f"quantize {options.quantize!r} is not a format of this backend; {known} are", param="quantize"
+            )
+        return formats[options.quantize]
+    if options.dtype != "auto":
+        return formats.get(options.dtype, formats["float32"])
+    return next((f for f in formats.values() if weight.format in f.lossless_from), formats["float32"])
+
+
+def _is_embedding(constant: Constant, program: Program) -> bool:
+    return any(call.name == "embedding" for call in program.consumers().get(constant.value, ()))
+
+
+def _load_weights(session: Session, p: Plan, progress: Callable[[int, int], None] | None) -> dict[str, Any]:
+    total = sum(w.nbytes for _, w, _, _ in p.routes if w is not None)
+    loaded: dict[str, Any] = {}
+    done = 0
+    for constant, weight, resident, _ in p.routes:
+        loaded[constant.value.name] = session.load(weight or _as_weight(constant), resident.name)
+        done += weight.nbytes if weight is not None else 0
+        if progress is not None:
+            progress(done, total)
+    return loaded
+
+
+def _as_weight(constant: Constant) -> Weight:
+    assert constant.array is not None
+    return Weight(constant.value.name, constant.array.shape, "float32", constant.array, lambda data: data)
+
+
+def _page_size(capabilities: Capabilities, options: LoadOptions) -> int:
+    sizes = capabilities.page_sizes
+    if options.block_size is not None and options.block_size not in sizes:
+        message = f"block_size {options.block_size} is not possible on this backend; {_sizes(sizes)} are"
+        raise InvalidRequestError(message, param="block_size")
+    return options.block_size or sizes[0]
+
+
+def _sizes(sizes: tuple[int, ...]) -> str:
+    return ", ".join(map(str, sorted(sizes))) if len(sizes) < 12 else f"{min(sizes)} to {max(sizes)}"
+
+
+def _kv_dtype(capabilities: Capabilities, options: LoadOptions) -> str:
+    return capabilities.kv_dtypes[0] if options.kv_dtype == "auto" else options.kv_dtype
+
+
+def _pages_for(spec: KVSpec, length: int, chunk: int) -> int:
+    """Most pages that one sequence of `length` tokens holds at a time when it is prefilled in chunks of `chunk` tokens."""
+
+    def of_group(group: Group) -> int:
+        if not group.spec.paged:
+            return 1
+        whole = -(-length // spec.page_size)
+        window = group.spec.window
+        return whole if window is None else min(whole, -(-(window + chunk) // spec.page_size) + 1)
+
+    return sum(map(of_group, spec.groups))
+
+
+def _pool_size(session: Session, spec: KVSpec, max_model_len: int, options: LoadOptions) -> tuple[int, int]:
+    """(pages, max_model_len): as asked, else what the memory share holds; a context nobody asked for is cut to what fits."""
+    page_bytes = session.page_bytes(spec)
+    if options.num_kv_blocks is not None:
+        pages = options.num_kv_blocks
+    else:
+        affordable = int(session.memory().free * MEMORY_SHARE) // max(page_bytes, 1)
+        pages = min(affordable, options.max_num_seqs * _pages_for(spec, max_model_len, options.max_num_batched_tokens))
+    fits = _longest(spec, pages, max_model_len, options.max_num_batched_tokens)
+    if fits < 1:
+        raise CapacityError(f"{pages} pages of {page_bytes} bytes hold no sequence at all; free memory or raise num_kv_blocks")
+    if fits < max_model_len and options.max_model_len is not None and options.num_kv_blocks is None:
+        raise CapacityError(
+            f"max_model_len {max_model_len} does not fit: {pages} pages of {page_bytes} bytes are enough for {fits} tokens"
+        )
+    return pages, min(max_model_len, fits) if options.max_model_len is None else max_model_len
+
+
+def _longest(spec: KVSpec, pages: int, limit: int, chunk: int) -> int:
+    """The longest sequence, up to `limit`, that `pages` pages hold."""
+    return bisect.bisect_right(range(1, limit + 1), pages, key=lambda length: _pages_for(spec, length, chunk))
+
+
+def _eos_ids(checkpoint: Checkpoint, tokenizer: Tokenizer) -> frozenset[int]:
+    ids = set(tokenizer.eos_ids)
+    for source in (checkpoint.config, checkpoint.generation_config):
+        value = source.get("eos_token_id")
+        ids.update([value] if isinstance(value, int) else value or [])
+    if any(type(i) is not int or i < 0 for i in ids):
+        raise UnsupportedError(f"eos_token_id {sorted(map(str, ids))} in {checkpoint.path} are not token ids")
+    return frozenset(ids)
