@@ -22,7 +22,7 @@ class SampleInputs:
     seed: uint64[R]; position: int64[R], the index of the token to be made (the random counter).
     repetition, presence, frequency: float32[R], neutral 1, 0, 0.
     seen_starts: int32[R+1], seen_ids: int32[S], seen_counts: int32[S]: distinct ids of prompt and output of the rows that have
-    a penalty, with their number of occurrences in the output (0: prompt only). Ids ascend within a row.
+    a penalty, with their number of occurrences in the output (0: prompt only). Ids are in rising order within a row.
     bias_starts: int32[R+1], bias_ids: int32[B], bias: float32[B]: added to the logits; -inf bans an id.
     mask: uint32[R, ceil(vocab/32)] or None: bit i of word w allows id 32*w+i (grammars, allowed ids).
     score_ids: int32[R], -1 = sample; an id >= 0 is returned as it is and its logprob reported (prompt scoring).

@@ -111,7 +111,7 @@ def find_backends() -> list[Status]:
 
 
 def resolve(name: str = "auto") -> tuple[Backend, Device]:
-    """The backend and device for a user's word: "auto", "cpu", "cpu:0" (index) or "torch:cpu" (device name).
+    """The backend and device for a user's word: "auto", "cpu", "cpu:0" (index) or "chip:name" (device name).
 
     "auto" takes the available backend of the highest priority. A backend asked for by name is never replaced by another:
     BackendNotFoundError for an unknown name, BackendUnavailableError (with its own reason) for one without devices.

@@ -1,0 +1,51 @@
+"""Prints what the design limits (lines of the core, lengths of files and functions, vendor names) and fails where it is exceeded."""
+
+from __future__ import annotations
+
+import ast
+import re
+import statistics
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+CORE = ROOT / "core" / "trivium"
+OUTSIDE_BUDGET = {"conformance", "cli"}
+CORE_LINES, FILE_LINES, FUNCTION_LINES, MEDIAN_FUNCTION = 9_000, 500, 120, 8
+VENDORS = re.compile(r"cuda|\bnpu\b|\bascend\b|nvidia|openvino|triton|onnxruntime|torch", re.IGNORECASE)
+
+
+def functions(files: list[Path]) -> Iterator[tuple[str, int]]:
+    """(place, lines of code) of every function; the docstring does not count."""
+    for path in files:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                first = node.body[0]
+                has_doc = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str)
+                doc = (first.end_lineno or 0) - first.lineno + 1 if has_doc else 0
+                yield f"{path.relative_to(ROOT)}:{node.lineno} {node.name}", (node.end_lineno or 0) - node.lineno + 1 - doc
+
+
+def main() -> int:
+    core = [p for p in sorted(CORE.rglob("*.py")) if not OUTSIDE_BUDGET & set(p.relative_to(CORE).parts)]
+    everything = sorted(CORE.rglob("*.py")) + sorted((ROOT / "backends").rglob("*.py"))
+    lines = {p: len(p.read_text().splitlines()) for p in everything}
+    sizes = dict(functions(everything))
+    median = statistics.median(sizes.values())
+    faults = [f"{p.relative_to(ROOT)} has {n} lines (at most {FILE_LINES})" for p, n in lines.items() if n > FILE_LINES]
+    faults += [f"{place} has {n} lines (at most {FUNCTION_LINES})" for place, n in sizes.items() if n > FUNCTION_LINES]
+    for path in sorted(CORE.rglob("*.py")):
+        faults += [f"{path.relative_to(ROOT)}: vendor name in {s.strip()!r}" for s in path.read_text().splitlines() if VENDORS.search(s)]
+    total = sum(lines[p] for p in core)
+    if total > CORE_LINES:
+        faults.append(f"the core has {total} lines (at most {CORE_LINES})")
+    if median > MEDIAN_FUNCTION:
+        faults.append(f"the median function has {median} lines (at most {MEDIAN_FUNCTION})")
+    print(f"core: {total} of {CORE_LINES} lines; {len(sizes)} functions, median {median:g} lines, longest {max(sizes.values())}")
+    print("\n".join(faults))
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
