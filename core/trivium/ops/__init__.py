@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from trivium.ops import attention, dense
+from trivium.ops import attention, dense, sample
 from trivium.ops.batch import Batch, Sampled, SampleInputs
 from trivium.ops.builder import Builder
 from trivium.ops.program import INPUTS, Call, Constant, Pattern, Program, StateDecl, Value, walk_values
@@ -12,7 +12,7 @@ from trivium.ops.schema import OPSET, Arg, Case, Operator, Shape, Signature, Tol
 from trivium.ops.state import Group, KVSpec, LatentKV, PagedKV, PagedState, Recurrent, RecurrentState, StateSpec
 from trivium.ops.tensors import Weight
 
-OPERATORS: Mapping[str, Operator] = collect(dense, attention)
+OPERATORS: Mapping[str, Operator] = collect(dense, attention, sample)
 """The operator set, by name."""
 
 

@@ -1,0 +1,212 @@
+"""The sampling pipeline and its random numbers: the one definition that every backend repeats, id for id."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trivium.ops.batch import F32, I32, I64, U64, Sampled, SampleInputs
+from trivium.ops.schema import Case, Tolerance, operator
+
+U32 = npt.NDArray[np.uint32]
+_MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
+_WEYL = np.array([0x9E3779B9, 0xBB67AE85], np.uint32)
+_SHIFT, _LOW = np.uint64(32), np.uint64(0xFFFFFFFF)
+# Below this exp(y) < 2**-53: such a term leaves a float64 sum that is >= 1 exactly as it was, so it need not be sorted.
+_VANISHING = np.float32(-37.0)
+
+
+def philox4x32(counter: U32, key: U32) -> U32:
+    """Philox4x32-10 (Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC11).
+
+    counter: uint32[..., 4], key: uint32[..., 2]; returns the four output words, uint32[..., 4].
+    """
+    c0, c1, c2, c3 = (counter[..., i] for i in range(4))
+    for _ in range(10):
+        p0, p1 = c0.astype(np.uint64) * _MULTIPLIERS[0], c2.astype(np.uint64) * _MULTIPLIERS[1]
+        hi0, hi1 = (p0 >> _SHIFT).astype(np.uint32), (p1 >> _SHIFT).astype(np.uint32)
+        c0, c2 = hi1 ^ c1 ^ key[..., 0], hi0 ^ c3 ^ key[..., 1]
+        c1, c3 = (p1 & _LOW).astype(np.uint32), (p0 & _LOW).astype(np.uint32)
+        key = key + _WEYL
+    return np.stack([c0, c1, c2, c3], axis=-1)
+
+
+def _halves(x: U64) -> tuple[U32, U32]:
+    return (x & _LOW).astype(np.uint32), (x >> _SHIFT).astype(np.uint32)
+
+
+def uniform(seed: U64, position: I64) -> npt.NDArray[np.float64]:
+    """The draw for a token: float64[R] in [0, 1), multiples of 2**-24, from seed uint64[R] and position int64[R] alone.
+
+    Philox key = (seed low, seed high), counter = (position low, position high, 0, 0), u = (first word >> 8) * 2**-24.
+    """
+    low, high = _halves(position.astype(np.uint64))
+    zero = np.zeros_like(low)
+    words = philox4x32(np.stack([low, high, zero, zero], axis=-1), np.stack(_halves(seed.astype(np.uint64)), axis=-1))
+    return (words[..., 0] >> np.uint32(8)).astype(np.float64) * 2.0**-24
+
+
+def derive_seed(seed: int, index: int) -> int:
+    """Seed of the `index`-th of n samples of one request: `seed` itself for 0, else the first two words of Philox with
+    counter (index, 0, 0, 1), whose last word keeps it apart from every draw."""
+    if index == 0:
+        return seed
+    words = philox4x32(np.array([index, 0, 0, 1], np.uint32), np.stack(_halves(np.array(seed, np.uint64))))
+    return int(words[0]) | int(words[1]) << 32
+
+
+def plain_inputs(rows: int, **fields: Any) -> SampleInputs:
+    """SampleInputs of `rows` greedy rows without penalties, biases or logprobs; `fields` replaces some (scalars are repeated)."""
+    types = {"temperature": "f4", "top_p": "f4", "min_p": "f4", "top_k": "i4", "seed": "u8", "position": "i8",
+             "repetition": "f4", "presence": "f4", "frequency": "f4", "score_ids": "i4"}  # fmt: skip
+    neutral = {"top_p": 1.0, "repetition": 1.0, "score_ids": -1}
+    made: dict[str, Any] = {
+        name: np.array(np.broadcast_to(np.asarray(fields.pop(name, neutral.get(name, 0)), dtype), rows))
+        for name, dtype in types.items()
+    }
+    made |= {name: np.zeros(0, np.int32) for name in ("seen_ids", "seen_counts", "bias_ids")}
+    made |= {name: np.zeros(rows + 1, np.int32) for name in ("seen_starts", "bias_starts")}
+    return SampleInputs(**{**made, "bias": np.zeros(0, np.float32), **fields})
+
+
+def _row_of(starts: I32) -> npt.NDArray[np.intp]:
+    return np.repeat(np.arange(len(starts) - 1), np.diff(starts))
+
+
+def adjust(logits: F32, inputs: SampleInputs) -> F32:
+    """Stages 2 to 4 (penalties, bias, mask) on logits float32[R, vocab]; returns a new array, or `logits` if there are none."""
+    if not len(inputs.seen_ids) and not len(inputs.bias_ids) and inputs.mask is None:
+        return logits
+    x = logits.copy()
+    if len(inputs.seen_ids):
+        row, ids, count = _row_of(inputs.seen_starts), inputs.seen_ids, inputs.seen_counts.astype(np.float32)
+        v, penalty = x[row, ids], inputs.repetition[row]
+        v = np.where(v > 0, v / penalty, v * penalty)
+        v = v - inputs.frequency[row] * count
+        x[row, ids] = v - inputs.presence[row] * (count > 0)
+    if len(inputs.bias_ids):
+        x[_row_of(inputs.bias_starts), inputs.bias_ids] += inputs.bias
+    if inputs.mask is not None:
+        octets = np.ascontiguousarray(inputs.mask, "<u4").view(np.uint8)
+        allowed = np.unpackbits(octets, axis=1, bitorder="little", count=x.shape[1])
+        x[allowed == 0] = -np.inf
+    return x
+
+
+def _sort_keys(values: F32, ids: npt.NDArray[np.intp]) -> U64:
+    """uint64 keys whose ascending order is (value descending, id ascending). Adding 0 makes -0 equal to 0."""
+    bits = (values + np.float32(0)).view(np.uint32)
+    ascending = np.where(bits >> 31, ~bits, bits | np.uint32(1 << 31))
+    return (~ascending).astype(np.uint64) << _SHIFT | ids.astype(np.uint64)
+
+
+def largest(values: F32, k: int) -> npt.NDArray[np.intp]:
+    """Ids of the k largest of values[n] in the order (value descending, id ascending); no full sort where k is small."""
+    ids = np.arange(len(values))
+    if k < len(values):
+        edge = np.partition(values, len(values) - k)[len(values) - k]
+        above, tied = np.flatnonzero(values > edge), np.flatnonzero(values == edge)
+        ids = np.concatenate([above, tied[: k - len(above)]])
+    return (np.sort(_sort_keys(values[ids], ids)) & _LOW).astype(np.intp)
+
+
+def _draw(x: F32, temperature: np.float32, top_k: int, top_p: np.float32, min_p: np.float32, u: np.float64) -> int:
+    """Stages 6 to 10 for one row x[vocab] with temperature > 0."""
+    with np.errstate(over="ignore"):
+        y = x / temperature
+    peak = y.max()
+    if not np.isfinite(peak):
+        return int(x.argmax())
+    y -= peak
+    floor = np.log(min_p) - 1 if top_p >= 1 and min_p > 0 else _VANISHING
+    kept = np.flatnonzero(y > max(floor, _VANISHING))
+    order = kept[largest(y[kept], top_k or len(kept))]
+    weights = np.exp(y[order])
+    total = np.cumsum(weights, dtype=np.float64)
+    end = len(order) if top_p >= 1 else int(np.searchsorted(total, np.float64(top_p) * total[-1])) + 1
+    end = min(end, int(np.count_nonzero(weights >= min_p)))
+    return int(order[np.searchsorted(total[:end], u * total[end - 1], side="right")])
+
+
+def _report(logits: F32, ids: I32, k: int) -> Sampled:
+    """Adds logprobs, ranks and k alternatives to chosen ids, from raw logits float32[R, vocab]."""
+    k = min(k, logits.shape[1])
+    logprobs, ranks = np.empty((len(ids), k + 1), np.float32), np.empty(len(ids), np.int32)
+    top = np.empty((len(ids), k), np.int32)
+    for r, (row, chosen) in enumerate(zip(logits, ids, strict=True)):
+        peak = row.max()
+        normaliser = peak + np.log(np.exp(row - peak).sum(dtype=np.float64))
+        ranks[r] = 1 + np.count_nonzero(row > row[chosen]) + np.count_nonzero(row[:chosen] == row[chosen])
+        top[r] = largest(row, k) if k else ()
+        logprobs[r] = np.append(row[chosen], row[top[r]]) - normaliser
+    return Sampled(ids, logprobs[:, 0], ranks, top, logprobs[:, 1:])
+
+
+def _cases(rng: np.random.Generator) -> Iterator[Case]:
+    """Greedy, each stage alone, all together; ties (logits on a coarse grid), padded vocabulary, words of the mask that are cut."""
+    rows, width, vocab = 12, 160, 150
+    for grid in (0.5, 2.0**-12):
+        logits = (np.round(rng.normal(0, 2.5, (rows, width)) / grid) * grid).astype(np.float32)
+        logits[:, vocab:] = 50.0
+        draw = {"seed": rng.integers(0, 2**64, rows, np.uint64), "position": rng.integers(0, 2**40, rows), "temperature": 0.8}
+        stages: list[dict[str, Any]] = [{}, {"top_k": rng.integers(0, 200, rows)}, {"top_p": rng.uniform(0.05, 1, rows)},
+                                        {"min_p": rng.uniform(0, 1, rows)}, _edits(rng, rows, vocab)]  # fmt: skip
+        mixed = {k: v for stage in stages for k, v in stage.items()} | {"temperature": rng.choice([0, 0.3, 1, 2], rows)}
+        score = np.where(np.arange(rows) % 2, -1, rng.integers(0, vocab, rows))
+        logprobs = {"top_logprobs": 5, "score_ids": score}
+        for stage in ({"temperature": 0}, *stages, mixed, mixed | logprobs):
+            yield Case((logits, plain_inputs(rows, **draw | stage)), {"vocab_size": vocab})
+
+
+def _edits(rng: np.random.Generator, rows: int, vocab: int) -> dict[str, Any]:
+    starts = np.arange(rows + 1, dtype=np.int32) * 8
+    ids = np.concatenate([np.sort(rng.choice(vocab, 8, replace=False)) for _ in range(rows)]).astype(np.int32)
+    bias = rng.choice([-np.inf, -3.0, 2.0, 5.0], 8 * rows).astype(np.float32)
+    return {"seen_starts": starts, "seen_ids": ids, "seen_counts": rng.integers(0, 4, 8 * rows, np.int32), "bias_starts": starts,
+            "bias_ids": np.concatenate([(ids[:8] + r) % vocab for r in range(rows)]).astype(np.int32), "bias": bias,
+            "mask": rng.integers(0, 2**32, (rows, -(-vocab // 32)), np.uint32), "repetition": rng.uniform(0.8, 1.5, rows),
+            "presence": rng.uniform(-1, 1, rows), "frequency": rng.uniform(-1, 1, rows)}  # fmt: skip
+
+
+@operator(
+    "logits[rows, vocab], inputs:SampleInputs -> sampled:Sampled",
+    cases=_cases,
+    tolerances={dtype: Tolerance(1e-5, 1e-5) for dtype in ("float32", "bfloat16", "float16")},
+)
+def sample(logits: F32, inputs: SampleInputs, *, vocab_size: int) -> Sampled:
+    """Chooses one token a row. Ids and ranks must equal the reference's; the tolerances are for logprobs.
+
+    Every operation below is one IEEE operation rounded to the named type: no fused multiply-add, no reciprocals. Logits are
+    float32 and not NaN. "In order" means value descending, at equal values (-0 equals 0) id ascending. For each row:
+
+    1. x = logits[:vocab_size], float32. Ids beyond vocab_size do not exist. Logprobs, ranks and alternatives (when top_logprobs
+       >= 0) come from this x: logprob = x - log(sum(exp(x))); rank = 1 + how many ids stand before this one in order.
+    2. For each (id, count) of seen: x = x / repetition if x > 0 else x * repetition; then x = x - frequency * count; then, if
+       count > 0, x = x - presence. float32; count is converted to float32.
+    3. For each (id, bias): x = x + bias, float32 (-inf bans).
+    4. If there is a mask: x = -inf where its bit is 0.
+    5. If score_ids >= 0 that is the id. If temperature is 0 the id is the first in order: stages 6 to 10 don't take place.
+    6. y = x / temperature, float32; m = max(y). If m is infinite, the id is chosen as in 5 (from x).
+    7. If top_k > 0, only the first top_k in order of y stay (all, if there are fewer).
+    8. e = exp(y - m), float32, of those that stay, in order, so e[0] = 1; c = cumulative sums of e, float64, strictly one after
+       the other. If top_p < 1, only the shortest prefix with c[last] >= top_p * c[end] stays; the product is float64 of the
+       float32 top_p.
+    9. Only those with e >= min_p (float32) stay; they are a prefix too.
+    10. u = uniform(seed, position), see there. The id is the first in order with c > u * c[last that stays], float64.
+
+    exp may differ in its last bit between implementations; that can change an id only where a sum lies that near to an edge.
+    """
+    x = np.asarray(logits[:, :vocab_size], np.float32)
+    edited = adjust(x, inputs)
+    ids = edited.argmax(axis=1).astype(np.int32)
+    drawn = np.flatnonzero((inputs.temperature > 0) & (inputs.score_ids < 0))
+    if len(drawn):
+        u = uniform(inputs.seed[drawn], inputs.position[drawn])
+        for row, chance in zip(drawn, u, strict=True):
+            filters = inputs.temperature[row], int(inputs.top_k[row]), inputs.top_p[row], inputs.min_p[row]
+            ids[row] = _draw(edited[row], *filters, chance)
+    ids = np.where(inputs.score_ids >= 0, inputs.score_ids, ids)
+    return Sampled(ids) if inputs.top_logprobs < 0 else _report(x, ids, inputs.top_logprobs)

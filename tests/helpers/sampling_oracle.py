@@ -1,0 +1,218 @@
+"""The sampling pipeline once more, in plain Python without numpy's pipeline: the independent source of the published vectors.
+
+float32 arithmetic is done in Python's float64 and rounded after each operation, which is exact for + - * / (53 >= 2 * 24 + 2).
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from dataclasses import asdict, dataclass, field
+
+import numpy as np
+
+from trivium.ops import SampleInputs
+from trivium.ops.sample import plain_inputs
+
+INF = float("inf")
+
+
+def f32(x: float) -> float:
+    """Rounds to float32 (ties to even), overflowing to infinity."""
+    try:
+        return struct.unpack("<f", struct.pack("<f", x))[0]
+    except OverflowError:
+        return math.copysign(INF, x)
+
+
+_CONSTANTS = {
+    32: ((0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85)),
+    64: ((0xD2E7470EE14C6C93, 0xCA5A826395121157), (0x9E3779B97F4A7C15, 0xBB67AE8584CAA73B)),
+}
+
+
+def philox(counter: list[int], key: list[int], bits: int = 32) -> list[int]:
+    """Philox4x{bits}-10 on Python integers."""
+    (m0, m1), (w0, w1) = _CONSTANTS[bits]
+    low = (1 << bits) - 1
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(10):
+        a, b = m0 * c0, m1 * c2
+        c0, c1, c2, c3 = (b >> bits) ^ c1 ^ k0, b & low, (a >> bits) ^ c3 ^ k1, a & low
+        k0, k1 = (k0 + w0) & low, (k1 + w1) & low
+    return [c0, c1, c2, c3]
+
+
+def uniform(seed: int, position: int) -> float:
+    first = philox([position & 0xFFFFFFFF, position >> 32, 0, 0], [seed & 0xFFFFFFFF, seed >> 32])[0]
+    return (first >> 8) / (1 << 24)
+
+
+@dataclass
+class Row:
+    """One row in plain values. seen: [id, count]; bias: [id, value or "-inf"]; mask: allowed ids or None."""
+
+    logits: list[float]
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    position: int = 0
+    repetition: float = 1.0
+    presence: float = 0.0
+    frequency: float = 0.0
+    seen: list[list[int]] = field(default_factory=list)
+    bias: list[list[float]] = field(default_factory=list)
+    mask: list[int] | None = None
+    score: int = -1
+
+    def to_json(self) -> dict:
+        empty = Row([])
+        return {k: v for k, v in asdict(self).items() if v != getattr(empty, k)}
+
+
+def _penalised(row: Row, x: list[float]) -> None:
+    rep, presence, frequency = f32(row.repetition), f32(row.presence), f32(row.frequency)
+    for token, count in row.seen:
+        x[token] = f32(x[token] / rep) if x[token] > 0 else f32(x[token] * rep)
+        x[token] = f32(x[token] - f32(frequency * count))
+        if count > 0:
+            x[token] = f32(x[token] - presence)
+
+
+def _order(x: list[float]) -> list[int]:
+    return sorted(range(len(x)), key=lambda i: (-x[i], i))
+
+
+def sample(row: Row, vocab: int) -> tuple[int, float]:
+    """The id, and how near the decision was: the smallest relative distance of a compared sum to its edge."""
+    if row.score >= 0:
+        return row.score, INF
+    x = [f32(v) for v in row.logits[:vocab]]
+    _penalised(row, x)
+    for token, value in row.bias:
+        x[int(token)] = f32(x[int(token)] + f32(float(value)))
+    if row.mask is not None:
+        x = [v if i in set(row.mask) else -INF for i, v in enumerate(x)]
+    temperature = f32(row.temperature)
+    greedy = _order(x)[0]
+    if temperature == 0:
+        return greedy, INF
+    y = [f32(v / temperature) for v in x]
+    if math.isinf(max(y)):
+        return greedy, INF
+    return _drawn(row, y)
+
+
+def _drawn(row: Row, y: list[float]) -> tuple[int, float]:
+    order = _order(y)
+    if row.top_k > 0:
+        order = order[: row.top_k]
+    e = [f32(math.exp(f32(y[i] - y[order[0]]))) for i in order]
+    sums, running = [], 0.0
+    for value in e:
+        running += value
+        sums.append(running)
+    margin, keep, top_p, min_p = INF, len(order), f32(row.top_p), f32(row.min_p)
+    if top_p < 1:
+        edge = top_p * sums[-1]
+        keep = next(i for i, s in enumerate(sums) if s >= edge) + 1
+        margin = min(abs(s - edge) / edge for s in sums)
+    keep = min(keep, sum(value >= min_p for value in e))
+    margin = min([margin, *(abs(v - min_p) / min_p for v in e[1:] if min_p > 0)])
+    edge = uniform(row.seed, row.position) * sums[keep - 1]
+    chosen = next(order[i] for i in range(keep) if sums[i] > edge)
+    return chosen, min([margin, *(abs(s - edge) / sums[keep - 1] for s in sums[: keep - 1])])
+
+
+def logprobs(row: Row, vocab: int) -> tuple[list[float], list[int]]:
+    """log softmax of the raw logits in float64, and all ids in order."""
+    x = [f32(v) for v in row.logits[:vocab]]
+    peak = max(x)
+    total = peak + math.log(math.fsum(math.exp(v - peak) for v in x))
+    return [v - total for v in x], _order(x)
+
+
+def _ragged(rows: list[Row], name: str) -> tuple[np.ndarray, list[list[float]]]:
+    starts = np.cumsum([0, *(len(getattr(r, name)) for r in rows)]).astype(np.int32)
+    return starts, [pair for r in rows for pair in sorted(getattr(r, name))]
+
+
+def _mask(rows: list[Row], width: int) -> np.ndarray | None:
+    if all(r.mask is None for r in rows):
+        return None
+    words = np.full((len(rows), -(-width // 32)), 0xFFFFFFFF, np.uint32)
+    for r, row in enumerate(rows):
+        if row.mask is not None:
+            bits = [0] * words.shape[1]
+            for token in row.mask:
+                bits[token // 32] |= 1 << (token % 32)
+            words[r] = bits
+    return words
+
+
+def to_arrays(rows: list[Row], top_logprobs: int) -> tuple[np.ndarray, SampleInputs]:
+    """The same rows as the operator takes them."""
+    seen_starts, seen = _ragged(rows, "seen")
+    bias_starts, bias = _ragged(rows, "bias")
+    scalars = ("temperature", "top_k", "top_p", "min_p", "seed", "position", "repetition", "presence", "frequency")
+    return np.array([r.logits for r in rows], np.float32), plain_inputs(
+        len(rows),
+        **{name: np.array([getattr(r, name) for r in rows], np.uint64 if name == "seed" else None) for name in scalars},
+        score_ids=[r.score for r in rows],
+        seen_starts=seen_starts,
+        seen_ids=np.array([t for t, _ in seen], np.int32),
+        seen_counts=np.array([c for _, c in seen], np.int32),
+        bias_starts=bias_starts,
+        bias_ids=np.array([t for t, _ in bias], np.int32),
+        bias=np.array([float(v) for _, v in bias], np.float32),
+        mask=_mask(rows, len(rows[0].logits)),
+        top_logprobs=top_logprobs,
+    )
+
+
+def from_arrays(logits: np.ndarray, inputs: SampleInputs) -> list[Row]:
+    """The operator's arguments as plain rows."""
+    rows = []
+    for r in range(len(logits)):
+        seen = range(*inputs.seen_starts[r : r + 2].tolist())
+        bias = range(*inputs.bias_starts[r : r + 2].tolist())
+        bits = None if inputs.mask is None else [int(w) for w in inputs.mask[r]]
+        scalars = ("temperature", "top_k", "top_p", "min_p", "seed", "position", "repetition", "presence", "frequency")
+        rows.append(Row(
+            logits[r].tolist(), **{name: getattr(inputs, name)[r].item() for name in scalars}, score=int(inputs.score_ids[r]),
+            seen=[[int(inputs.seen_ids[i]), int(inputs.seen_counts[i])] for i in seen],
+            bias=[[int(inputs.bias_ids[i]), float(inputs.bias[i])] for i in bias],
+            mask=None if bits is None else [i for i in range(len(logits[r])) if bits[i // 32] >> (i % 32) & 1],
+        ))  # fmt: skip
+    return rows
+
+
+def random_rows(rng: np.random.Generator, vocab: int, count: int, *, grid: float, spread: float = 2.5) -> list[Row]:
+    """Rows with a random choice of every stage; logits are multiples of `grid`, so a coarse one makes ties."""
+    return [_random_row(rng, vocab, grid, spread) for _ in range(count)]
+
+
+def _random_row(rng: np.random.Generator, vocab: int, grid: float, spread: float) -> Row:
+    def maybe(value, otherwise):
+        return value if rng.random() < 0.5 else otherwise
+
+    picked = rng.permutation(vocab)
+    logits = (np.round(rng.normal(0, spread, vocab) / grid) * grid).tolist()
+    return Row(
+        logits,
+        temperature=float(rng.choice([0.0, 0.5, 0.75, 1.0, 2.0], p=[0.1, 0.2, 0.2, 0.3, 0.2])),
+        top_k=maybe(int(rng.integers(1, vocab + 3)), 0),
+        top_p=maybe(float(rng.integers(1, 64)) / 64, 1.0),
+        min_p=maybe(float(rng.integers(1, 64)) / 256, 0.0),
+        seed=int(rng.integers(0, 2**64, dtype=np.uint64)),
+        position=int(rng.integers(0, 2 ** int(rng.integers(1, 50)))),
+        repetition=maybe(float(rng.integers(3, 9)) / 4, 1.0),
+        presence=maybe(float(rng.integers(-8, 9)) / 4, 0.0),
+        frequency=maybe(float(rng.integers(-8, 9)) / 4, 0.0),
+        seen=maybe([[int(t), int(rng.integers(0, 4))] for t in sorted(picked[:6])], []),
+        bias=maybe([[int(t), float(rng.choice([-3.0, 1.5, 4.0]))] for t in sorted(picked[-4:])], []),
+        mask=maybe(sorted(int(t) for t in picked[: max(1, vocab // 2)]), None),
+    )
