@@ -204,7 +204,7 @@ def _choose_format(
         if options.quantize not in formats:
             known = ", ".join(formats)
             raise InvalidRequestError(
-                f"quantize {options.quantize!r} is not a format of this backend; {known} are", param="quantize"
+                f"quantize {options.quantize!r} is not a format here; {known} are", param="quantize"
             )
         return formats[options.quantize]
     if options.dtype != "auto":
