@@ -1,1 +1,65 @@
-"""models."""
+"""Model families: a checkpoint's configuration -> a Program over the operator set. No file here knows a backend."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from trivium.errors import CheckpointError, UnsupportedError
+from trivium.models import gemma2, gemma3, llama, phi3, qwen2, qwen3
+from trivium.models.config import ModelInfo, RawConfig, flatten, read_info
+from trivium.ops import Program
+
+__all__ = ["ARCHITECTURES", "Family", "ModelInfo", "build", "describe"]
+
+
+class Family(NamedTuple):
+    """`build(info, max_model_len)` traces the Program; `defaults`: what configuration files of the family may leave out."""
+
+    build: Callable[[ModelInfo, int | None], Program]
+    defaults: RawConfig
+
+
+ARCHITECTURES: Mapping[str, Family] = {
+    "LlamaForCausalLM": Family(llama.build_llama, llama.DEFAULTS),
+    "MistralForCausalLM": Family(llama.build_mistral, llama.MISTRAL_DEFAULTS),
+    "Qwen2ForCausalLM": Family(qwen2.build, qwen2.DEFAULTS),
+    "Qwen3ForCausalLM": Family(qwen3.build, qwen3.DEFAULTS),
+    "Gemma2ForCausalLM": Family(gemma2.build, gemma2.DEFAULTS),
+    "Gemma3ForCausalLM": Family(gemma3.build, gemma3.DEFAULTS),
+    "Gemma3ForConditionalGeneration": Family(gemma3.build, gemma3.DEFAULTS),
+    "Phi3ForCausalLM": Family(phi3.build, phi3.DEFAULTS),
+}
+
+
+def describe(config: RawConfig) -> ModelInfo:
+    """What the configuration says about the model, checked.
+
+    Raises UnsupportedError for an unknown architecture (with the nearest known one) and CheckpointError, which names the key,
+    for a configuration that can't be true.
+    """
+    architecture = _architecture(config)
+    return read_info(architecture, flatten(config, ARCHITECTURES[architecture].defaults))
+
+
+def build(config: RawConfig, *, max_model_len: int | None = None) -> Program:
+    """The Program of the model: output "logits"[rows, vocab_size] for the rows in the input "sample_rows".
+
+    `max_model_len`: the longest context that will be used, in tokens (default: what the model allows); frequency tables that
+    depend on the length (LongRoPE, dynamic) are chosen by it. Raises as `describe`.
+    """
+    info = describe(config)
+    return ARCHITECTURES[info.architecture].build(info, max_model_len)
+
+
+def _architecture(config: RawConfig) -> str:
+    names = config.get("architectures")
+    if not isinstance(names, list | tuple) or not names or not isinstance(names[0], str):
+        raise CheckpointError(f"the configuration's 'architectures' must be a list of names, not {names!r}", param="architectures")
+    if names[0] in ARCHITECTURES:
+        return names[0]
+    near = difflib.get_close_matches(names[0], ARCHITECTURES, 1, 0.75)
+    hint = f"; did you mean {near[0]}?" if near else "."
+    raise UnsupportedError(f"architecture {names[0]!r} is not supported{hint} Supported are {', '.join(ARCHITECTURES)}",
+                           param="architectures")  # fmt: skip
