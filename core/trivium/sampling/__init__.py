@@ -1,1 +1,8 @@
-"""sampling."""
+"""What a request asks of sampling, and the arrays a step hands to the sampler. The pipeline itself is ops.sample."""
+
+from __future__ import annotations
+
+from trivium.sampling.params import BACKEND_PARAMS, SamplingParams, bad_word_ids, check_ids
+from trivium.sampling.state import SamplerState, build_inputs, fresh_seed
+
+__all__ = ["BACKEND_PARAMS", "SamplerState", "SamplingParams", "bad_word_ids", "build_inputs", "check_ids", "fresh_seed"]

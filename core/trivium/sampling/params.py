@@ -1,0 +1,198 @@
+"""SamplingParams: what a request may ask of sampling, checked before it takes memory. Names and defaults are vLLM's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from numbers import Integral, Real
+from typing import Any, NamedTuple
+
+from trivium.errors import InvalidRequestError, UnsupportedError
+
+_LARGEST = 2**31 - 1
+
+
+class _Range(NamedTuple):
+    kind: type[int] | type[float]
+    low: float
+    high: float
+    open_low: bool = False
+    optional: bool = False
+
+    def __str__(self) -> str:
+        noun = "an integer" if self.kind is int else "a number"
+        low = f"above {self.low:g}" if self.open_low else f"from {self.low:g}"
+        high = f" up to {self.high:g}" if self.high < _LARGEST else ", at most 2**31 - 1" if self.high == _LARGEST else " up"
+        return f"{noun} {low}{high}{', or None' if self.optional else ''}"
+
+
+_RANGES: Mapping[str, _Range] = {
+    "n": _Range(int, 1, 128),
+    "presence_penalty": _Range(float, -2, 2),
+    "frequency_penalty": _Range(float, -2, 2),
+    "repetition_penalty": _Range(float, 0, 100, open_low=True),
+    "temperature": _Range(float, 0, 100),
+    "top_p": _Range(float, 0, 1, open_low=True),
+    "top_k": _Range(int, -1, math.inf),
+    "min_p": _Range(float, 0, 1),
+    "seed": _Range(int, -(2**63), 2**64 - 1, optional=True),
+    "max_tokens": _Range(int, 0, _LARGEST, optional=True),
+    "min_tokens": _Range(int, 0, _LARGEST),
+    "logprobs": _Range(int, -1, _LARGEST, optional=True),
+    "prompt_logprobs": _Range(int, -1, _LARGEST, optional=True),
+}
+_FLAGS = ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output")
+_ONLY_WHEN_DRAWN = ("top_k", "top_p", "min_p", "seed")
+BACKEND_PARAMS = (
+    "temperature", *_ONLY_WHEN_DRAWN, "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias",
+    "allowed_token_ids", "bad_words", "min_tokens", "logprobs", "prompt_logprobs",
+)  # fmt: skip
+"""Parameters that a backend's sampler must know; the others are the engine's own work."""
+
+
+def _refuse(name: str, want: str, value: object) -> InvalidRequestError:
+    shown = repr(value)
+    return InvalidRequestError(f"{name} must be {want}, not {shown if len(shown) < 80 else shown[:76] + ' ...'}", param=name)
+
+
+def _number(name: str, want: _Range, value: Any) -> Any:
+    if value is None and want.optional:
+        return None
+    right = not isinstance(value, bool) and isinstance(value, Integral if want.kind is int else Real)
+    if not right or not want.low <= value <= want.high or (want.open_low and value == want.low):
+        raise _refuse(name, str(want), value)
+    return want.kind(value)
+
+
+def _is_id(value: Any) -> bool:
+    return type(value) is int or (not isinstance(value, bool) and isinstance(value, Integral))
+
+
+def _sequence(name: str, value: Any, want: str) -> tuple[Any, ...]:
+    if isinstance(value, str) or not isinstance(value, Iterable | None):
+        raise _refuse(name, want, value)
+    return () if value is None else tuple(value)
+
+
+def _texts(name: str, value: Any) -> tuple[str, ...]:
+    want = "a non-empty string or a list of them"
+    items = (value,) if isinstance(value, str) else _sequence(name, value, want)
+    for item in items:
+        if not isinstance(item, str) or not item:
+            raise _refuse(name, want, item)
+    return items
+
+
+def _ids(name: str, value: Any) -> tuple[int, ...]:
+    want = "a list of token ids (integers from 0)"
+    items = _sequence(name, value, want)
+    for item in items:
+        if not _is_id(item) or item < 0:
+            raise _refuse(name, want, item)
+    return tuple(map(int, items))
+
+
+def _bias(value: Any) -> Mapping[int, float] | None:
+    if value is None:
+        return None
+    if not isinstance(value, Mapping):
+        raise _refuse("logit_bias", "a mapping of token ids to numbers from -100 to 100", value)
+    biases = (_number("logit_bias", _Range(float, -100, 100), v) for v in value.values())
+    return dict(zip(_ids("logit_bias", value), biases, strict=True))
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How the tokens of one request are chosen and when it ends. Every field is checked on construction (InvalidRequestError).
+
+    n: samples a prompt, 1..128; sample i > 0 draws from a seed derived from `seed` and i.
+    temperature: 0 = greedy. top_k: -1 or 0 = off; larger than the vocabulary = off. top_p, min_p, repetition_penalty,
+    presence_penalty, frequency_penalty, logit_bias (-100..100): see ops.sample. seed: None = drawn at arrival.
+    stop: strings at whose first occurrence in the decoded text the output ends, before the match unless
+    include_stop_str_in_output. stop_token_ids end the output too. ignore_eos: the model's own end tokens do not.
+    bad_words: texts that the output can't contain as tokens. allowed_token_ids: only these can be sampled.
+    min_tokens: neither end nor stop tokens are sampled before. max_tokens: None = up to the context; 0 = score the prompt only.
+    logprobs, prompt_logprobs: alternatives reported a position (0: only the token's own value; -1: the whole vocabulary).
+    """
+
+    n: int = 1
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    bad_words: Sequence[str] = ()
+    ignore_eos: bool = False
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    allowed_token_ids: Sequence[int] | None = None
+    logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
+
+    def __post_init__(self) -> None:
+        clean: dict[str, Any] = {name: _number(name, want, getattr(self, name)) for name, want in _RANGES.items()}
+        clean |= {name: _texts(name, getattr(self, name)) for name in ("stop", "bad_words")}
+        clean["stop_token_ids"] = _ids("stop_token_ids", self.stop_token_ids)
+        if self.allowed_token_ids is not None:
+            clean["allowed_token_ids"] = _ids("allowed_token_ids", self.allowed_token_ids)
+            if not clean["allowed_token_ids"]:
+                raise _refuse("allowed_token_ids", "None or a list of at least one token id", self.allowed_token_ids)
+        clean["logit_bias"] = _bias(self.logit_bias)
+        for name in _FLAGS:
+            if not isinstance(getattr(self, name), bool):
+                raise _refuse(name, "True or False", getattr(self, name))
+        for name, value in clean.items():
+            object.__setattr__(self, name, value)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise _refuse("min_tokens", f"at most max_tokens ({self.max_tokens})", self.min_tokens)
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], **chosen: Any) -> SamplingParams:
+        """The model's own defaults (generation_config.json): greedy unless it says do_sample; `chosen` fields come first."""
+        names = ("temperature", "top_k", "top_p", "min_p")
+        theirs = {name: config[name] for name in (*names, "repetition_penalty") if config.get(name) is not None}
+        if not config.get("do_sample"):
+            theirs = {**{k: v for k, v in theirs.items() if k not in names}, "temperature": 0.0}
+        return cls(**{**theirs, **chosen})
+
+    def validate(self, *, vocab_size: int) -> None:
+        """Refuses token ids outside 0..vocab_size-1, wherever they stand."""
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+            check_ids(name, getattr(self, name) or (), vocab_size)
+
+    def used(self) -> frozenset[str]:
+        """Those of BACKEND_PARAMS that change what the sampler must do; what greedy decoding ignores does not count."""
+        defaults = {f.name: f.default for f in fields(self)} | {"temperature": 0.0, "bad_words": ()}
+        idle = _ONLY_WHEN_DRAWN if self.temperature == 0 else ("top_k",) if self.top_k <= 0 else ()
+        return frozenset(name for name in BACKEND_PARAMS if name not in idle and getattr(self, name) != defaults[name])
+
+    def check_supported(self, supported: frozenset[str] | None, backend: str, reasons: Mapping[str, str]) -> None:
+        """Refuses (UnsupportedError, `param` set) what a backend does not declare; None: it declares everything."""
+        lacking = sorted(self.used() - supported) if supported is not None else []
+        if lacking:
+            reason = reasons.get(lacking[0], "it does not declare it")
+            message = f"the backend {backend} can't do {lacking[0]}: {reason}; leave it out or choose another backend"
+            raise UnsupportedError(message, param=lacking[0])
+
+
+def check_ids(name: str, ids: Iterable[int], vocab_size: int) -> None:
+    """The one bounds check for token ids from a client: integers (no bools) in 0..vocab_size-1, else InvalidRequestError."""
+    for token in ids:
+        if not _is_id(token) or not 0 <= token < vocab_size:
+            message = f"{name}: {token!r} is out of the vocabulary; ids are integers from 0 to {vocab_size - 1}"
+            raise InvalidRequestError(message, param=name)
+
+
+def bad_word_ids(words: Iterable[str], encode: Callable[[str], Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+    """Token sequences of bad words, each as at the start of a text and after a blank; `encode` adds no special tokens."""
+    found = (tuple(encode(start + word.lstrip())) for word in words for start in ("", " "))
+    return tuple(dict.fromkeys(ids for ids in found if ids))

@@ -1,0 +1,184 @@
+"""What sampling remembers of a running request, and the arrays of one step made of it."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from trivium.errors import InvalidRequestError
+from trivium.ops import SampleInputs
+from trivium.ops.batch import F32, I32
+from trivium.ops.sample import derive_seed
+from trivium.sampling.params import SamplingParams
+
+Row = tuple["SamplerState", int, int]
+_ROW = np.dtype([
+    ("temperature", "f4"), ("top_k", "i4"), ("top_p", "f4"), ("min_p", "f4"), ("seed", "u8"),
+    ("repetition", "f4"), ("presence", "f4"), ("frequency", "f4"),
+])  # fmt: skip
+_NO_INTS, _NO_FLOATS = np.zeros(0, np.int32), np.zeros(0, np.float32)
+
+
+def fresh_seed() -> int:
+    """A 64-bit seed from the operating system, for a request that brings none."""
+    return int.from_bytes(os.urandom(8), "little")
+
+
+class _Seen:
+    """Distinct ids, ascending, with their counts; adding one moves at most the ids above it."""
+
+    def __init__(self, prompt_ids: Iterable[int]) -> None:
+        self._ids = np.unique(np.fromiter(prompt_ids, np.int32))
+        self._counts = np.zeros(len(self._ids), np.int32)
+        self._size = len(self._ids)
+
+    def add(self, token: int) -> None:
+        at = int(np.searchsorted(self.ids, token))
+        if at == self._size or self._ids[at] != token:
+            self._insert(at, token)
+        self._counts[at] += 1
+
+    def _insert(self, at: int, token: int) -> None:
+        if self._size == len(self._ids):
+            room = np.zeros(self._size + 64, np.int32)
+            self._ids, self._counts = np.concatenate([self._ids, room]), np.concatenate([self._counts, room])
+        for array, value in ((self._ids, token), (self._counts, 0)):
+            array[at + 1 : self._size + 1] = array[at : self._size]
+            array[at] = value
+        self._size += 1
+
+    @property
+    def ids(self) -> I32:
+        return self._ids[: self._size]
+
+    @property
+    def counts(self) -> I32:
+        return self._counts[: self._size]
+
+
+def _mask(ids: Sequence[int], vocab_size: int) -> npt.NDArray[np.uint32]:
+    """uint32[ceil(vocab/32)] with the bits of `ids`."""
+    bits = np.zeros(-(-vocab_size // 32) * 32, np.uint8)
+    bits[list(ids)] = 1
+    return np.packbits(bits, bitorder="little").view("<u4").astype(np.uint32)
+
+
+class SamplerState:
+    """One sample of a request: its parameters ready for the sampler, and what depends on the tokens made so far.
+
+    `index` is the sample's number within n, `bad_words` its forbidden token sequences (see bad_word_ids). Raises
+    InvalidRequestError where no token could ever be sampled.
+    """
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        prompt_ids: Sequence[int],
+        eos_ids: Iterable[int],
+        vocab_size: int,
+        default_seed: int,
+        *,
+        index: int = 0,
+        bad_words: Sequence[Sequence[int]] = (),
+    ) -> None:
+        params.validate(vocab_size=vocab_size)
+        seed = default_seed if params.seed is None else params.seed
+        self.params = params
+        self.seed = derive_seed(seed % 2**64, index)
+        self.generated = 0
+        self.logprobs = _alternatives(params.logprobs, vocab_size)
+        self.prompt_logprobs = _alternatives(params.prompt_logprobs, vocab_size)
+        self.mask = None if params.allowed_token_ids is None else _mask(params.allowed_token_ids, vocab_size)
+        penalties = params.repetition_penalty, params.presence_penalty, params.frequency_penalty
+        self.seen = None if penalties == (1.0, 0.0, 0.0) else _Seen(prompt_ids)
+        self._ends = frozenset(i for i in (*eos_ids, *params.stop_token_ids) if i < vocab_size)
+        if params.min_tokens and params.allowed_token_ids is not None and self._ends.issuperset(params.allowed_token_ids):
+            message = f"allowed_token_ids holds end tokens only, so min_tokens {params.min_tokens} can't be reached"
+            raise InvalidRequestError(message, param="allowed_token_ids")
+        self._bad_words = tuple(tuple(word) for word in bad_words)
+        self._tail: deque[int] = deque(maxlen=max((len(word) - 1 for word in self._bad_words), default=0))
+        self._bias = _bias_arrays(params.logit_bias or {}, ())
+        top_k = min(max(params.top_k, 0), vocab_size)
+        row = (params.temperature, top_k, params.top_p, params.min_p, self.seed, *penalties)
+        self.packed = np.array([row], _ROW).tobytes()
+
+    def append(self, token: int) -> None:
+        """Takes note of a token that was made."""
+        self.generated += 1
+        if self.seen is not None:
+            self.seen.add(token)
+        if self._bad_words:
+            self._tail.append(token)
+
+    def bias(self) -> tuple[I32, F32]:
+        """What is added to the logits of the next token: ids int32, ascending, and float32 values (-inf bans)."""
+        if self.generated >= self.params.min_tokens and not self._bad_words:
+            return self._bias
+        tail = tuple(self._tail)
+        banned = {w[-1] for w in self._bad_words if len(w) == 1 or tail[-len(w) + 1 :] == w[:-1]}
+        if self.generated < self.params.min_tokens:
+            banned |= self._ends
+        return _bias_arrays(self.params.logit_bias or {}, banned) if banned else self._bias
+
+
+def _alternatives(asked: int | None, vocab_size: int) -> int:
+    """-1: no logprobs at all, else how many alternatives."""
+    if asked is None:
+        return -1
+    return vocab_size if asked < 0 else min(asked, vocab_size)
+
+
+def _bias_arrays(biases: Mapping[int, float], banned: Iterable[int]) -> tuple[I32, F32]:
+    merged = {**biases, **dict.fromkeys(banned, -np.inf)}
+    ids = np.array(sorted(merged), np.int32)
+    return ids, np.array([merged[i] for i in ids.tolist()], np.float32)
+
+
+def _starts(parts: Sequence[I32]) -> I32:
+    return np.cumsum([0, *map(len, parts)], dtype=np.int32)
+
+
+def _seen(rows: Sequence[Row]) -> tuple[I32, I32, I32]:
+    seen = [state.seen if score < 0 else None for state, _, score in rows]
+    if not any(seen):
+        return np.zeros(len(rows) + 1, np.int32), _NO_INTS, _NO_INTS
+    ids = [_NO_INTS if s is None else s.ids for s in seen]
+    counts = [_NO_INTS if s is None else s.counts for s in seen]
+    return _starts(ids), np.concatenate(ids), np.concatenate(counts)
+
+
+def _biases(rows: Sequence[Row]) -> tuple[I32, I32, F32]:
+    parts = [state.bias() if score < 0 else (_NO_INTS, _NO_FLOATS) for state, _, score in rows]
+    ids = [part[0] for part in parts]
+    if not any(map(len, ids)):
+        return np.zeros(len(rows) + 1, np.int32), _NO_INTS, _NO_FLOATS
+    return _starts(ids), np.concatenate(ids), np.concatenate([part[1] for part in parts])
+
+
+def _masks(rows: Sequence[Row], vocab_size: int) -> npt.NDArray[np.uint32] | None:
+    masks = [state.mask for state, _, _ in rows]
+    if all(mask is None for mask in masks):
+        return None
+    everything = np.full(-(-vocab_size // 32), 0xFFFFFFFF, np.uint32)
+    return np.stack([everything if mask is None else mask for mask in masks])
+
+
+def build_inputs(rows: Sequence[Row], vocab_size: int) -> SampleInputs:
+    """The sampler's arrays for one step: a row is (state, position of the token to be made, id to score or -1)."""
+    packed = np.frombuffer(b"".join([state.packed for state, _, _ in rows]), _ROW)
+    columns = {name: np.ascontiguousarray(packed[name]) for name in _ROW.names or ()}
+    seen_starts, seen_ids, seen_counts = _seen(rows)
+    bias_starts, bias_ids, bias = _biases(rows)
+    return SampleInputs(
+        **columns,
+        position=np.array([position for _, position, _ in rows], np.int64),
+        seen_starts=seen_starts, seen_ids=seen_ids, seen_counts=seen_counts,
+        bias_starts=bias_starts, bias_ids=bias_ids, bias=bias,
+        score_ids=np.array([score for _, _, score in rows], np.int32),
+        mask=_masks(rows, vocab_size),
+        top_logprobs=max((s.logprobs if score < 0 else s.prompt_logprobs for s, _, score in rows), default=-1),
+    )  # fmt: skip
