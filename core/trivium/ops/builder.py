@@ -65,10 +65,10 @@ class Builder:
         if op is None:
             raise ProgramError(f"no operator is called {name!r} in this operator set")
         bound = self._bind_args(op, args)
-        shapes = op.result_shapes([None if v is None or v.kind == "state" else v.shape for v in bound], _bind_attrs(op, attrs))
+        shapes = op.result_shapes([None if v is None or v.kind == "state" else v.shape for v in bound], bind_attrs(op, attrs))
         dims = iter(shapes)
         results = tuple(self._result(op, r, bound, () if r.is_state else next(dims)) for r in op.signature.results)
-        self._calls.append(Call(op, bound, _bind_attrs(op, attrs), results))
+        self._calls.append(Call(op, bound, bind_attrs(op, attrs), results))
         return results[0] if len(results) == 1 else results
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
@@ -106,7 +106,8 @@ class Builder:
         return f"{stem}{mark}{n}"
 
 
-def _bind_attrs(op: Operator, attrs: Mapping[str, Any]) -> dict[str, Any]:
+def bind_attrs(op: Operator, attrs: Mapping[str, Any]) -> dict[str, Any]:
+    """All attributes of a call, defaults filled in; ProgramError for an unknown or a missing one."""
     unknown = attrs.keys() - op.attrs.keys()
     if unknown:
         raise ProgramError(f"{op.name} has no attribute {', '.join(sorted(unknown))}; it has {', '.join(op.attrs) or 'none'}")

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trivium.ops.schema import Operator, Shape
+from trivium.ops.schema import MakeCases, Operator, Shape
 from trivium.ops.state import StateSpec
 
 # The inputs every Program may name; they are the fields of Batch. Symbols: tokens and seqs of the step, rows sampled.
@@ -101,12 +101,14 @@ class Pattern:
     `fn(b, *values, **attributes)`: positional parameters are the fused call's arguments, keyword-only ones its attributes
     (bound by name from the calls inside, so `b.rms_norm(x, w, eps=eps)` captures eps; an attribute the function does not mention
     must have the operator's default). It returns one Value or a tuple of them: every other value made inside must have no
-    reader outside for the pattern to match. A parameter named in `optional` may be absent.
+    reader outside for the pattern to match. A parameter named in `optional` may be absent. `cases` makes example calls, as an
+    operator's does; without it the conformance kit takes examples from Programs that contain the pattern.
     """
 
     name: str
     fn: Callable[..., Any]
     optional: frozenset[str] = field(default_factory=frozenset)
+    cases: MakeCases | None = None
 
     @property
     def doc(self) -> str:

@@ -1,0 +1,258 @@
+"""Fused patterns: tracing one to a small graph, finding it in a Program, and running its meaning by the references."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from trivium.errors import ProgramError
+from trivium.ops.builder import bind_attrs
+from trivium.ops.opset import OPERATORS
+from trivium.ops.program import Call, Pattern, Program, Value
+from trivium.ops.schema import Operator
+
+COMMUTATIVE = frozenset({"add", "mul"})
+"""Operators whose two arguments may be exchanged to make a pattern match."""
+
+
+class Captured(NamedTuple):
+    """Stands for an attribute of the fused call while a pattern is traced."""
+
+    name: str
+
+
+class PatternGraph(NamedTuple):
+    """A traced pattern. `params` are its arguments, `calls` what it does in SSA order (attributes may be Captured), `outputs`
+    what it returns. `order` lists the calls so that each but the first shares a value with an earlier one."""
+
+    pattern: Pattern
+    params: tuple[Value, ...]
+    calls: tuple[Call, ...]
+    outputs: tuple[Value, ...]
+    order: tuple[Call, ...]
+
+
+class _Tracer:
+    """What a pattern's function gets in place of a Builder: it records calls without shapes."""
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return lambda *args, **attrs: self.call(name, *args, **attrs)
+
+    def call(self, name: str, *args: Value | None, **attrs: Any) -> Any:
+        op = OPERATORS.get(name)
+        if op is None or len(args) > len(op.signature.args):
+            raise ProgramError(f"a pattern calls {name} with {len(args)} arguments; the operator set has no such operator")
+        bound = args + (None,) * (len(op.signature.args) - len(args))
+        kinds = ["state" if r.is_state else "call" for r in op.signature.results]
+        results = tuple(Value(f"{r.name}{len(self.calls)}", (), r.dtype, k) for r, k in zip(op.signature.results, kinds))
+        self.calls.append(Call(op, bound, bind_attrs(op, attrs), results))
+        return results[0] if len(results) == 1 else results
+
+
+def trace(pattern: Pattern) -> PatternGraph:
+    """The graph of a pattern; ProgramError if it leaves a parameter unused or falls into parts that share no value."""
+    declared = inspect.signature(pattern.fn).parameters
+    attrs = [p.name for p in declared.values() if p.kind is inspect.Parameter.KEYWORD_ONLY]
+    params = tuple(Value(name, (), "", "param") for name in list(declared)[1:] if name not in attrs)
+    tracer = _Tracer()
+    returned = pattern.fn(tracer, *params, **{name: Captured(name) for name in attrs})
+    outputs = returned if isinstance(returned, tuple) else (returned,)
+    used = {v for c in tracer.calls for v in c.args} | {
+        v.name for c in tracer.calls for v in c.attrs.values() if isinstance(v, Captured)
+    }
+    unused = [p.name for p in params if p not in used] + [name for name in attrs if name not in used]
+    if unused:
+        raise ProgramError(f"pattern {pattern.name}: nothing inside uses {', '.join(unused)}")
+    return PatternGraph(pattern, params, tuple(tracer.calls), outputs, _connected(pattern.name, tracer.calls))
+
+
+def _connected(name: str, calls: Sequence[Call]) -> tuple[Call, ...]:
+    """The calls, each next to an earlier one; neighbours by an inner value before those by a mere parameter, which many share."""
+    placed, rest = [calls[0]], list(calls[1:])
+    while rest:
+        made, read = {v for c in placed for v in c.results}, {v for c in placed for v in c.args if v is not None}
+        inner = (c for c in rest if made & set(c.args) or read & set(c.results))
+        shared = (c for c in rest if read & set(c.args))
+        found = next(inner, None) or next(shared, None)
+        if found is None:
+            raise ProgramError(f"pattern {name}: {rest[0].name} shares no value with the calls before it")
+        placed.append(found)
+        rest.remove(found)
+    return tuple(placed)
+
+
+class Match(NamedTuple):
+    """Where a pattern lies in a Program: the matched call of each pattern call, program value (or None) of each pattern value,
+    and the captured attributes."""
+
+    calls: Mapping[Call, Call]
+    values: Mapping[Value, Value | None]
+    attrs: Mapping[str, Any]
+
+    def fused(self, graph: PatternGraph) -> Call:
+        """The one call that stands for the match."""
+        results = tuple(self.values[v] for v in graph.outputs)
+        attrs = dict(self.attrs)
+        return Call(graph.pattern, tuple(self.values[p] for p in graph.params), attrs, results)  # type: ignore[arg-type]
+
+
+class CallGraph:
+    """The calls of a Program in a valid order, with who makes and who reads each value; `replace` keeps all of it up to date."""
+
+    def __init__(self, program: Program) -> None:
+        self.calls = list(program.calls)
+        self.outputs = frozenset(program.outputs.values())
+        self.maker = {v: c for c in self.calls for v in c.results}
+        self.readers: dict[Value, list[Call]] = {}
+        self.position = {c: i for i, c in enumerate(self.calls)}
+        for call in self.calls:
+            self._read(call)
+
+    def _read(self, call: Call) -> None:
+        for value in {v for v in call.args if v is not None}:
+            self.readers.setdefault(value, []).append(call)
+
+    def before(self, call: Call) -> Iterator[Call]:
+        """Calls that must run before `call`: makers of its arguments, and readers of a state version that it replaces."""
+        writes = any(r.kind == "state" for r in call.results)
+        for value in call.args:
+            if value is not None and value in self.maker:
+                yield self.maker[value]
+            if writes and value is not None and value.kind == "state":
+                yield from (c for c in self.readers[value] if c is not call)
+
+    def split(self, matched: frozenset[Call]) -> tuple[list[Call], list[Call]] | None:
+        """The other calls between the first and the last matched one: those that may run before all of `matched`, and those
+        that must run after some of it. None if one of `matched` needs one of the latter: they can't become one call."""
+        at = [self.position[c] for c in matched]
+        early: list[Call] = []
+        late: dict[Call, None] = {}
+        for call in self.calls[min(at) : max(at) + 1]:
+            waits = any(c in late or (c in matched and call not in matched) for c in self.before(call))
+            if call in matched:
+                if waits:
+                    return None
+            elif waits:
+                late[call] = None
+            else:
+                early.append(call)
+        return early, list(late)
+
+    def replace(self, matched: frozenset[Call], fused: Call, early: list[Call], late: list[Call]) -> None:
+        """Puts `fused` in the place of `matched`; `early` and `late` come from split()."""
+        start = min(self.position[c] for c in matched)
+        window = [*early, fused, *late]
+        self.calls[start : start + len(window) + len(matched) - 1] = window
+        for call in matched:
+            del self.position[call]
+            for value in {v for v in call.args if v is not None}:
+                self.readers[value].remove(call)
+        self._read(fused)
+        self.maker.update((v, fused) for v in fused.results)
+        self.position.update((c, i) for i, c in enumerate(self.calls[start:], start))
+
+
+def find(graph: PatternGraph, program: CallGraph, anchor: Call) -> Iterator[Match]:
+    """Every way in which the pattern lies in the Program with its first call on `anchor`; nearest calls first."""
+    yield from _extend(graph, program, anchor, 0, Match({}, {}, {}))
+
+
+def _extend(graph: PatternGraph, program: CallGraph, anchor: Call, depth: int, match: Match) -> Iterator[Match]:
+    if depth == len(graph.order):
+        yield match
+        return
+    want = graph.order[depth]
+    taken = set(match.calls.values())
+    for call in _candidates(want, program, match) if depth else [anchor]:
+        if call.op is want.op and call not in taken:
+            for args in _argument_orders(call):
+                if (more := _bind(graph, want, call, args, match)) is not None:
+                    yield from _extend(graph, program, anchor, depth + 1, more)
+
+
+def _candidates(want: Call, program: CallGraph, match: Match) -> list[Call]:
+    """The calls that could be `want`, given what is bound already."""
+    for value in want.results:
+        made = match.values.get(value)
+        if made is not None:
+            return [program.maker[made]] if made in program.maker else []
+    bound = [v for v in (match.values.get(a) for a in want.args if a is not None) if v is not None]
+    readers = min((program.readers.get(v, []) for v in bound), key=len, default=[])
+    start = program.position[next(iter(match.calls.values()))]
+    return sorted(readers, key=lambda c: (abs(program.position[c] - start), program.position[c]))
+
+
+def _argument_orders(call: Call) -> Iterator[tuple[Value | None, ...]]:
+    yield call.args
+    if call.name in COMMUTATIVE:
+        yield call.args[::-1]
+
+
+def _bind(graph: PatternGraph, want: Call, call: Call, args: Sequence[Value | None], match: Match) -> Match | None:
+    """The match extended by want = call, or None where a value or an attribute contradicts it."""
+    values, attrs = dict(match.values), dict(match.attrs)
+    for mine, theirs in zip((*want.args, *want.results), (*args, *call.results), strict=True):
+        if mine is None or theirs is None:
+            if mine is theirs:
+                continue
+            if mine is None or mine.name not in graph.pattern.optional or mine not in graph.params:
+                return None
+        if values.setdefault(mine, theirs) is not theirs:
+            return None
+    for name, wanted in want.attrs.items():
+        expected = attrs.setdefault(wanted.name, call.attrs[name]) if isinstance(wanted, Captured) else wanted
+        if expected != call.attrs[name]:
+            return None
+    return Match({**match.calls, want: call}, values, attrs)
+
+
+def is_closed(graph: PatternGraph, program: CallGraph, match: Match, matched: frozenset[Call]) -> bool:
+    """Whether nobody outside reads what the pattern keeps to itself, and nothing it takes is made by itself."""
+    if any(program.maker.get(v) in matched for p in graph.params if (v := match.values[p]) is not None):
+        return False
+    for want, call in match.calls.items():
+        for mine, value in zip(want.results, call.results, strict=True):
+            if mine not in graph.outputs and (
+                value in program.outputs or any(c not in matched for c in program.readers.get(value, ()))
+            ):
+                return False
+    return True
+
+
+def run_pattern(pattern: Pattern, args: Sequence[Any], attrs: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What a fused call means: its pattern run by the references. `args` as for an operator's reference."""
+    graph = trace(pattern)
+    env: dict[Value, Any] = dict(zip(graph.params, args, strict=True))
+    for call in graph.calls:
+        bound = {k: attrs[v.name] if isinstance(v, Captured) else v for k, v in call.attrs.items()}
+        env.update(zip(call.results, evaluate(call.op, [None if a is None else env[a] for a in call.args], bound), strict=True))
+    return tuple(env[v] for v in graph.outputs)
+
+
+def evaluate(op: Operator | Pattern, args: Sequence[Any], attrs: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The results of one call by the references, always as a tuple."""
+    if isinstance(op, Pattern):
+        return run_pattern(op, args, attrs)
+    result = op(*args, **attrs)
+    return tuple(result) if len(op.signature.results) > 1 else (result,)
+
+
+def interpret(
+    program: Program, inputs: Mapping[str, Any], constants: Mapping[str, Any], states: Sequence[Any] = ()
+) -> dict[str, Any]:
+    """Runs a Program, fused or not, by the references and returns its outputs.
+
+    inputs: the step's arrays by name; constants: float32 arrays by name (those that carry an array may be left out); states: a
+    PagedState or RecurrentState for each of program.states; they are written to.
+    """
+    env: dict[Value, Any] = {v: inputs[v.name] for v in program.inputs}
+    env.update((c.value, constants[c.value.name] if c.array is None else c.array) for c in program.constants)
+    env.update((s.value, state) for s, state in zip(program.states, states, strict=True))
+    for call in program.calls:
+        results = evaluate(call.op, [None if a is None else env[a] for a in call.args], call.attrs)
+        env.update(zip(call.results, results, strict=True))
+    return {name: env[v] for name, v in program.outputs.items()}

@@ -1,0 +1,39 @@
+"""Fusion: the one rewrite between a model's Program and what a backend compiles."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+from trivium.ops.patterns import CallGraph, PatternGraph, find, is_closed, trace
+from trivium.ops.program import Call, Pattern, Program
+
+
+def rewrite(program: Program, patterns: Sequence[Pattern], accept: Callable[[Call], bool] = lambda call: True) -> Program:
+    """The Program with every occurrence of the patterns replaced by one call each.
+
+    Larger patterns (more calls) go first, then those given earlier; within a pattern the first occurrence in the Program goes
+    first. `accept` has the last word on a fused call. The same arguments always give the same Program, in valid SSA order.
+    """
+    graph = CallGraph(program)
+    for pattern in sorted(map(trace, patterns), key=lambda g: -len(g.calls)):
+        _fuse_all(graph, pattern, accept)
+    return dataclasses.replace(program, calls=tuple(graph.calls))
+
+
+def _fuse_all(graph: CallGraph, pattern: PatternGraph, accept: Callable[[Call], bool]) -> None:
+    first = pattern.order[0].op
+    for anchor in [c for c in graph.calls if c.op is first]:
+        if anchor in graph.position:  # an earlier occurrence may have taken it
+            _fuse_at(graph, pattern, anchor, accept)
+
+
+def _fuse_at(graph: CallGraph, pattern: PatternGraph, anchor: Call, accept: Callable[[Call], bool]) -> None:
+    for match in find(pattern, graph, anchor):
+        matched = frozenset(match.calls.values())
+        if not is_closed(pattern, graph, match, matched):
+            continue
+        around = graph.split(matched)
+        if around is not None and accept(fused := match.fused(pattern)):
+            graph.replace(matched, fused, *around)
+            return
