@@ -1,1 +1,8 @@
-"""weights."""
+"""Checkpoints: where they come from (sources), how they are stored (safetensors, GGUF, formats), one view of all (checkpoint)."""
+
+from __future__ import annotations
+
+from trivium.weights.checkpoint import Checkpoint, open_checkpoint
+from trivium.weights.sources import ALIASES, Pulled, pull, resolve
+
+__all__ = ["ALIASES", "Checkpoint", "Pulled", "open_checkpoint", "pull", "resolve"]

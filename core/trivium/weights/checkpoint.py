@@ -1,0 +1,203 @@
+"""open_checkpoint: a Hugging Face folder or a GGUF file as one configuration and named, memory-mapped tensors."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from trivium.errors import CheckpointError, UnsupportedError
+from trivium.ops import Weight
+from trivium.weights import gguf_models
+from trivium.weights.gguf_file import GGUFFile
+from trivium.weights.safetensors import SafetensorsFile, find_tensors, parse_json
+
+PICKLED = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl"})
+MAX_JSON = 256 << 20
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+# The text model within a multimodal one, in both orders of the prefix; and a checkpoint of the model without its head.
+_PREFIXES = (
+    (re.compile(r"(?:model\.)?language_model\.(?:model\.)?(lm_head\.)"), r"\1"),
+    (re.compile(r"(?:model\.)?language_model\.(?:model\.)?"), "model."),
+    (re.compile(r"(?=layers\.\d|embed_tokens\.weight|norm\.weight)"), "model."),
+)
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A model as it lies on disk. Tensors are memory-mapped and read only when they are used.
+
+    config and generation_config: as in config.json and generation_config.json. fingerprint: SHA-256 over configuration, headers
+    and sizes; it differs between models, and is cheap. total_bytes: what all tensors take in the files.
+    """
+
+    path: Path
+    config: Json
+    generation_config: Json
+    fingerprint: str
+    total_bytes: int
+    _tensors: Mapping[str, Callable[[str], Weight]]
+    _tokenizer: Callable[[], Json]
+
+    def names(self) -> Collection[str]:
+        """The canonical names of all tensors."""
+        return self._tensors.keys()
+
+    def tensor(self, name: str) -> Weight:
+        """One tensor. A tied lm_head.weight is the embedding. CheckpointError if the checkpoint has none of that name."""
+        if name == HEAD and name not in self._tensors and self.config["tie_word_embeddings"]:
+            name = EMBEDDING
+        if name not in self._tensors:
+            raise CheckpointError(f"{self.path} has no tensor {name!r}; an incomplete checkpoint, or another architecture?")
+        return self._tensors[name](name)
+
+    def tokenizer_data(self) -> Json:
+        """What a tokenizer is made of: {"kind": "json", "tokenizer_json", "config", "chat_template"} or
+        {"kind": "gguf", "metadata", "chat_template"}; CheckpointError if there is none."""
+        return self._tokenizer()
+
+
+def open_checkpoint(path: str | Path) -> Checkpoint:
+    """Opens and checks a folder with config.json and safetensors, a .gguf file, or a folder with one .gguf file.
+
+    Raises CheckpointError for what is missing, short or contradictory, naming file and tensor, and UnsupportedError for pickled
+    weights and other kinds of file.
+    """
+    path = Path(path)
+    try:
+        return _open(path)
+    except OSError as e:
+        raise CheckpointError(f"{path} can't be read: {e.strerror or e}") from e
+
+
+def _open(path: Path) -> Checkpoint:
+    if not path.exists():
+        raise CheckpointError(f"{path} does not exist")
+    if path.is_file():
+        return _open_file(path)
+    suffixes = {p.suffix for p in path.iterdir() if p.is_file()}
+    ggufs = sorted(path.glob("*.gguf"))
+    if ".safetensors" in suffixes or any(path.glob("*.safetensors.index.json")):
+        return _open_folder(path)
+    if len(ggufs) == 1:
+        return _open_gguf(ggufs[0])
+    if ggufs:
+        raise CheckpointError(f"{path} holds several models ({', '.join(p.name for p in ggufs)}); give the path of one of them")
+    if suffixes & PICKLED:
+        raise _pickled(path)
+    raise CheckpointError(f"{path} holds no model: there is neither a .safetensors nor a .gguf file; an incomplete download?")
+
+
+def _open_file(path: Path) -> Checkpoint:
+    if path.suffix == ".gguf":
+        return _open_gguf(path)
+    if path.suffix in PICKLED:
+        raise _pickled(path)
+    if path.suffix == ".safetensors":
+        raise UnsupportedError(f"{path} is a file of weights without configuration; give the folder that has config.json too")
+    raise UnsupportedError(f"{path} is no model file; give a .gguf file or a folder with config.json and .safetensors files")
+
+
+def _pickled(path: Path) -> UnsupportedError:
+    return UnsupportedError(
+        f"{path}: pickled weights (.bin, .pt, .pth) can run any code when they are loaded, so they never are; "
+        "get the model as safetensors or GGUF, or convert it"
+    )
+
+
+def _open_gguf(path: Path) -> Checkpoint:
+    file = GGUFFile(path)
+    names = gguf_models.map_names(file)
+    tokenizer = {key: value for key, value in file.metadata.items() if key.startswith("tokenizer.")}
+
+    def tokenizer_data() -> Json:
+        if "tokenizer.ggml.tokens" not in tokenizer:
+            raise CheckpointError(f"{path}: the file has no tokenizer")
+        return {"kind": "gguf", "metadata": tokenizer, "chat_template": tokenizer.get("tokenizer.chat_template")}
+
+    return Checkpoint(
+        path=path,
+        config=gguf_models.read_config(file),
+        generation_config=gguf_models.token_ids(file),
+        fingerprint=file.fingerprint,
+        total_bytes=sum(file.tensors[tensor].size for tensor in names.values()),
+        _tensors={name: partial(file.weight, tensor) for name, tensor in names.items()},
+        _tokenizer=tokenizer_data,
+    )
+
+
+def _open_folder(folder: Path) -> Checkpoint:
+    config = read_json(folder / "config.json")
+    files = find_tensors(folder)
+    tensors = _canonical(folder, files)
+    tied = HEAD not in tensors
+    text_config = config.get("text_config")
+    for level in (config, text_config if isinstance(text_config, dict) else {}):
+        tied = level.get("tie_word_embeddings", tied)
+    config["tie_word_embeddings"] = tied
+    generation = folder / "generation_config.json"
+    parts = sorted({(file.path.name, file.fingerprint) for file in files.values()})
+    return Checkpoint(
+        path=folder,
+        config=config,
+        generation_config=read_json(generation) if generation.exists() else {},
+        fingerprint=hashlib.sha256(json.dumps([config, parts], sort_keys=True).encode()).hexdigest(),
+        total_bytes=sum(file.tensors[name].stop - file.tensors[name].start for name, file in files.items()),
+        _tensors=tensors,
+        _tokenizer=partial(_folder_tokenizer, folder),
+    )
+
+
+def _canonical(folder: Path, files: Mapping[str, SafetensorsFile]) -> dict[str, Callable[[str], Weight]]:
+    tensors: dict[str, Callable[[str], Weight]] = {}
+    for stored, file in files.items():
+        name = canonical_name(stored)
+        if name in tensors:
+            raise CheckpointError(f"{folder}: two tensors are {name!r}; one of them is called {stored!r}")
+        tensors[name] = partial(file.weight, stored)
+    return tensors
+
+
+def canonical_name(name: str) -> str:
+    """A tensor's name without the prefixes that multimodal and headless checkpoints put before or leave off it."""
+    return next((pattern.sub(new, name, count=1) for pattern, new in _PREFIXES if pattern.match(name)), name)
+
+
+def read_json(path: Path) -> Json:
+    """A JSON object from a file; CheckpointError if it is missing, larger than MAX_JSON, or anything else."""
+    value = parse_json(_read_text(path), str(path))
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} is not a JSON object")
+    return value
+
+
+def _read_text(path: Path) -> str:
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing; an incomplete download?")
+    if path.stat().st_size > MAX_JSON:
+        raise CheckpointError(f"{path} has {path.stat().st_size} bytes; at most {MAX_JSON} are read")
+    try:
+        return path.read_text("utf-8")
+    except UnicodeDecodeError:
+        raise CheckpointError(f"{path} is not UTF-8 text") from None
+
+
+def _folder_tokenizer(folder: Path) -> Json:
+    config: Json = {}
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+        if (folder / name).exists():
+            config |= read_json(folder / name)
+    jinja = folder / "chat_template.jinja"
+    template = _read_text(jinja) if jinja.exists() else config.get("chat_template")
+    if isinstance(template, list):
+        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+        template = named.get("default", next(iter(named.values()), None))
+    return {"kind": "json", "tokenizer_json": _read_text(folder / "tokenizer.json"), "config": config, "chat_template": template}

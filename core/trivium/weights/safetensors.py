@@ -1,0 +1,159 @@
+"""safetensors files and folders of them, memory-mapped. Layout: the safetensors format description.
+
+A file is 8 bytes header length (little-endian), that many bytes of JSON (name -> dtype, shape, data_offsets), then the tensors'
+bytes without holes. Everything is checked before any tensor is read, so a missing or short shard never becomes zeros.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from trivium.errors import CheckpointError, UnsupportedError
+from trivium.ops import Weight
+from trivium.weights.formats import SAFETENSORS_TYPES, make_weight, stored_bytes
+
+MAX_HEADER = 32 << 20
+MAX_DIMS = 8
+_INCOMPLETE = "; an incomplete download?"
+_SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.safetensors")
+
+
+class TensorInfo(NamedTuple):
+    """One tensor: its logical shape, storage format, and the bytes start..stop of its file."""
+
+    shape: tuple[int, ...]
+    format: str
+    start: int
+    stop: int
+
+
+def parse_json(text: str | bytes, what: str) -> Any:
+    """JSON from a stranger: CheckpointError for anything malformed, nested too deeply, or with a key twice in one object."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            keys = [key for key, _ in pairs]
+            raise CheckpointError(f"{what}: the key {next(k for k in keys if keys.count(k) > 1)!r} is there twice")
+        return found
+
+    try:
+        return json.loads(text, object_pairs_hook=unique)
+    except (ValueError, RecursionError) as e:
+        raise CheckpointError(f"{what} is not valid JSON ({e}){_INCOMPLETE}") from None
+
+
+class SafetensorsFile:
+    """One file. tensors: name -> TensorInfo. Raises CheckpointError unless the whole file is as its header says."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        if not path.is_file():
+            raise CheckpointError(f"{path} is missing{_INCOMPLETE}")
+        self._size = path.stat().st_size
+        header = self._read_header()
+        self.fingerprint = hashlib.sha256(header + str(self._size).encode()).hexdigest()
+        self.tensors: Mapping[str, TensorInfo] = MappingProxyType(self._parse(header))
+        self._data = np.asarray(np.memmap(path, np.uint8, mode="r"))
+
+    def weight(self, tensor: str, name: str) -> Weight:
+        """The tensor called `tensor` in the file, as a Weight called `name`."""
+        info = self.tensors[tensor]
+        return make_weight(name, info.shape, info.format, self._data[info.start : info.stop])
+
+    def _read_header(self) -> bytes:
+        with self.path.open("rb") as f:
+            length = int.from_bytes(f.read(8), "little")
+            if self._size < 10 or not 2 <= length <= self._size - 8:
+                raise CheckpointError(f"{self.path}: a header of {length} bytes in a file of {self._size}{_INCOMPLETE}")
+            if length > MAX_HEADER:
+                raise CheckpointError(f"{self.path}: a header of {length} bytes; at most {MAX_HEADER} are read")
+            return f.read(length)
+
+    def _parse(self, header: bytes) -> dict[str, TensorInfo]:
+        entries = parse_json(header, f"{self.path}: the header")
+        if not isinstance(entries, dict):
+            raise CheckpointError(f"{self.path}: the header is not a JSON object")
+        start = 8 + len(header)
+        tensors = {name: self._info(name, entry, start) for name, entry in entries.items() if name != "__metadata__"}
+        end, before = start, "the header"
+        for name, info in sorted(tensors.items(), key=lambda item: item[1][2:]):
+            if info.start != end:
+                raise CheckpointError(f"{self.path}: the tensor {name!r} overlaps {before} or leaves a hole after it")
+            end, before = info.stop, repr(name)
+        if end != self._size:
+            raise CheckpointError(f"{self.path}: the header describes {end} bytes, the file has {self._size}{_INCOMPLETE}")
+        return tensors
+
+    def _info(self, name: str, entry: Any, data_start: int) -> TensorInfo:
+        entry = entry if isinstance(entry, dict) else {}
+        shape, offsets, dtype = _sizes(entry.get("shape")), _sizes(entry.get("data_offsets")), entry.get("dtype")
+        if shape is None or offsets is None or len(offsets) != 2 or math.prod(n for n in shape if n) >= 1 << 62:
+            raise CheckpointError(f"{self.path}: the header's entry for {name!r} makes no sense")
+        if not isinstance(dtype, str) or dtype not in SAFETENSORS_TYPES:
+            raise UnsupportedError(f"{self.path}: {name!r} is {dtype!r}; there are {', '.join(SAFETENSORS_TYPES)}")
+        size = stored_bytes(shape, SAFETENSORS_TYPES[dtype])
+        if offsets[1] - offsets[0] != size:
+            raise CheckpointError(f"{self.path}: {name!r} is {dtype}{list(shape)}, {size} bytes, but has the bytes {offsets}")
+        return TensorInfo(shape, SAFETENSORS_TYPES[dtype], data_start + offsets[0], data_start + offsets[1])
+
+
+def _sizes(value: Any) -> tuple[int, ...] | None:
+    """A short list of whole numbers from 0 as a tuple; None if `value` is anything else."""
+    if not isinstance(value, list) or len(value) > MAX_DIMS or not all(type(v) is int and v >= 0 for v in value):
+        return None
+    return tuple(value)
+
+
+def find_tensors(folder: Path) -> dict[str, SafetensorsFile]:
+    """Tensor name -> the opened and checked file of `folder` that holds it.
+
+    Taken are, in this order: model.safetensors; the files of a *.safetensors.index.json; every .safetensors file.
+    """
+    single = folder / "model.safetensors"
+    indexes = sorted(folder.glob("*.safetensors.index.json"))
+    if not single.exists() and indexes:
+        return _from_index(folder, indexes[0])
+    files = [SafetensorsFile(p) for p in ([single] if single.exists() else _shards(folder))]
+    found: dict[str, SafetensorsFile] = {}
+    for file in files:
+        for name in file.tensors:
+            if name in found:
+                raise CheckpointError(f"{folder}: the tensor {name!r} is in {found[name].path.name} and in {file.path.name}")
+            found[name] = file
+    return found
+
+
+def _shards(folder: Path) -> list[Path]:
+    """Every .safetensors file; of files numbered 00001-of-N all N must be there."""
+    paths = sorted(folder.glob("*.safetensors"))
+    for stem, _, count in {m.groups() for p in paths if (m := _SHARD.fullmatch(p.name))}:
+        for i in range(1, min(int(count), len(paths) + 1) + 1):
+            if not (shard := folder / f"{stem}-{i:05}-of-{count}.safetensors").exists():
+                raise CheckpointError(f"{shard} is missing{_INCOMPLETE}")
+    return paths
+
+
+def _from_index(folder: Path, index: Path) -> dict[str, SafetensorsFile]:
+    content = parse_json(index.read_bytes(), str(index))
+    weight_map = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+        raise CheckpointError(f"{index}: there is no weight_map from tensors to files in it")
+    files = {}
+    for file in sorted(set(weight_map.values())):
+        if file in ("", ".", "..") or re.search(r"[/\\:\0]", file):
+            raise CheckpointError(f"{index}: {file!r} is not the name of a file in the same folder")
+        files[file] = SafetensorsFile(folder / file)
+    for name, file in weight_map.items():
+        if name not in files[file].tensors:
+            raise CheckpointError(f"{folder / file}: the tensor {name!r}, which {index.name} promises, is not in it{_INCOMPLETE}")
+    return {name: files[file] for name, file in weight_map.items()}
