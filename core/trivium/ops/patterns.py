@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -14,6 +15,9 @@ from trivium.ops.schema import Operator
 
 COMMUTATIVE = frozenset({"add", "mul"})
 """Operators whose two arguments may be exchanged to make a pattern match."""
+
+NEAREST = 8
+"""How many readers of one value are tried: what every layer reads (positions) must not make the search quadratic."""
 
 
 class Captured(NamedTuple):
@@ -157,7 +161,8 @@ class CallGraph:
 
 
 def find(graph: PatternGraph, program: CallGraph, anchor: Call) -> Iterator[Match]:
-    """Every way in which the pattern lies in the Program with its first call on `anchor`; nearest calls first."""
+    """Every way in which the pattern lies in the Program with its first call on `anchor`; nearest calls first,
+    at most NEAREST readers of a value."""
     yield from _extend(graph, program, anchor, 0, Match({}, {}, {}))
 
 
@@ -183,7 +188,7 @@ def _candidates(want: Call, program: CallGraph, match: Match) -> list[Call]:
     bound = [v for v in (match.values.get(a) for a in want.args if a is not None) if v is not None]
     readers = min((program.readers.get(v, []) for v in bound), key=len, default=[])
     start = program.position[next(iter(match.calls.values()))]
-    return sorted(readers, key=lambda c: (abs(program.position[c] - start), program.position[c]))
+    return heapq.nsmallest(NEAREST, readers, key=lambda c: (abs(program.position[c] - start), program.position[c]))
 
 
 def _argument_orders(call: Call) -> Iterator[tuple[Value | None, ...]]:

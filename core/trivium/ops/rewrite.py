@@ -13,7 +13,7 @@ def rewrite(program: Program, patterns: Sequence[Pattern], accept: Callable[[Cal
     """The Program with every occurrence of the patterns replaced by one call each.
 
     Larger patterns (more calls) go first, then those given earlier; within a pattern the first occurrence in the Program goes
-    first. `accept` has the last word on a fused call. The same arguments always give the same Program, in valid SSA order.
+    first, made of the calls nearest to each other. `accept` has the last word on a fused call. The same arguments always give the same Program, in valid SSA order.
     """
     graph = CallGraph(program)
     for pattern in sorted(map(trace, patterns), key=lambda g: -len(g.calls)):
@@ -34,6 +34,8 @@ def _fuse_at(graph: CallGraph, pattern: PatternGraph, anchor: Call, accept: Call
         if not is_closed(pattern, graph, match, matched):
             continue
         around = graph.split(matched)
-        if around is not None and accept(fused := match.fused(pattern)):
-            graph.replace(matched, fused, *around)
+        if around is not None:
+            fused = match.fused(pattern)
+            if accept(fused):
+                graph.replace(matched, fused, *around)
             return
