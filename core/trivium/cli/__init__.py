@@ -1,1 +1,7 @@
-"""cli."""
+"""The `trivium` command."""
+
+from __future__ import annotations
+
+from trivium.cli.main import main
+
+__all__ = ["main"]

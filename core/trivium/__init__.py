@@ -1,0 +1,45 @@
+"""trivium: one LLM inference runtime for any accelerator.
+
+    from trivium import LLM, SamplingParams
+    llm = LLM("smollm2-135m")
+    print(llm.generate("Once upon a time", SamplingParams(max_tokens=32))[0].outputs[0].text)
+
+Names are imported on first use, so `import trivium` itself costs nothing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trivium import errors
+    from trivium.api import LLM, AsyncLLM
+    from trivium.engine import CompletionOutput, RequestMetrics, RequestOutput
+    from trivium.sampling import SamplingParams
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "LLM": "trivium.api",
+    "AsyncLLM": "trivium.api",
+    "SamplingParams": "trivium.sampling",
+    "RequestOutput": "trivium.engine",
+    "CompletionOutput": "trivium.engine",
+    "RequestMetrics": "trivium.engine",
+    "errors": "trivium.errors",
+}
+__all__ = ["LLM", "AsyncLLM", "CompletionOutput", "RequestMetrics", "RequestOutput", "SamplingParams", "__version__", "errors"]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'trivium' has no attribute {name!r}")
+    from importlib import import_module
+
+    module = import_module(home)
+    return module if home == f"trivium.{name}" else getattr(module, name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,109 @@
+"""Argument parsing whose every complaint is one line, with the nearest match where a word is misspelt."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NoReturn
+
+
+class UsageError(Exception):
+    """A bad flag or value; the command ends with exit code 2."""
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """ "; did you mean X?" or nothing."""
+    near = difflib.get_close_matches(word, list(known), 1)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse without abbreviations, which raises UsageError instead of printing the usage and leaving."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options, allow_abbrev=False)
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{self.prog}: {message} (see {self.prog} --help)")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As in argparse; what nobody knows is refused here, by the command whose flags could have been meant."""
+        known, extra = super().parse_known_args(args, namespace)
+        if extra:
+            flags = [flag for action in self._actions for flag in action.option_strings]
+            self.error(f"unknown argument {extra[0]}{nearest(extra[0].partition('=')[0], flags)}")
+        return known, extra
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            known = [str(choice) for choice in action.choices]
+            message = f"{value!r} is not one of {', '.join(known)}{nearest(str(value), known)}"
+            raise argparse.ArgumentError(action, message)
+
+
+def number(kind: type[int] | type[float], low: float, high: float = math.inf) -> Callable[[str], Any]:
+    """An argparse type: a finite int or float from `low` to `high`."""
+
+    def convert(text: str) -> int | float:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = math.nan
+        if not low <= value <= high or math.isinf(value):
+            noun = "an integer" if kind is int else "a number"
+            limit = f"from {low:g}" + ("" if math.isinf(high) else f" to {high:g}")
+            raise argparse.ArgumentTypeError(f"must be {noun} {limit}, not {text!r}")
+        return value
+
+    return convert
+
+
+def key_value(text: str) -> tuple[str, Any]:
+    """An argparse type: KEY=VALUE, where VALUE is JSON if it can be read so, else the text itself."""
+    import json
+
+    key, found, value = text.partition("=")
+    if not found or not key:
+        raise argparse.ArgumentTypeError(f"must be KEY=VALUE, not {text!r}")
+    try:
+        return key, json.loads(value)
+    except ValueError:
+        return key, value
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print one JSON document on standard output, and nothing else there")
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """MODEL and the options that decide how it is loaded."""
+    source = "a folder or .gguf file, hf:ORG/NAME, modelscope:ORG/NAME, pypi:PACKAGE, or an alias (smollm2-135m, gemma3-270m)"
+    parser.add_argument("model", metavar="MODEL", help=source)
+    group = parser.add_argument_group("loading")
+    positive = number(int, 1)
+    group.add_argument("--backend", default="auto", metavar="NAME[:DEVICE]", help="see `trivium backends` (default: auto)")
+    group.add_argument("--dtype", default="auto", help="float32, bfloat16 or float16 (default: what the backend does best)")
+    group.add_argument("--quantize", metavar="FORMAT", help="resident format of the linear weights, such as int8 or int4")
+    group.add_argument("--threads", type=positive, help="host threads (default: what affinity and quota allow)")
+    group.add_argument("--block-size", type=positive, help="tokens a page of the KV cache")
+    group.add_argument("--num-kv-blocks", type=positive, help="pages of the KV cache")
+    group.add_argument("--max-num-seqs", type=positive, default=64, help="sequences in one step (default: 64)")
+    group.add_argument("--max-num-batched-tokens", type=positive, default=512, help="tokens in one step (default: 512)")
+    group.add_argument("--max-model-len", type=positive, help="longest prompt and output together")
+    group.add_argument("--strict", action="store_true", help="refuse instead of running an operator on the host")
+    group.add_argument("--option", type=key_value, action="append", metavar="KEY=VALUE", help="an option of the backend's own")
+
+
+def load_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The keyword arguments of LLM that add_model() collected."""
+    names = ("backend", "dtype", "quantize", "threads", "block_size", "num_kv_blocks", "max_num_seqs")
+    names += ("max_num_batched_tokens", "max_model_len", "strict")
+    return {**{name: getattr(args, name) for name in names}, "backend_options": dict(args.option or ())}
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Left-aligned columns, two blanks apart."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
