@@ -1,99 +1,149 @@
-"""Runs a Program on the operators' numpy references through pages: a harness for tests of models, with no engine.
+"""Runs a Program step by step through pages and returns its logits: a harness for tests of models and backends, with no engine.
 
-Pages are handed out in a shuffled order, unused ones hold NaN, and those that a window has left behind are freed, so a read
-beyond what a layer declares shows up.
+Pages are handed out in a shuffled order from one pool, and those that a window has left behind are freed and used again, so a
+read beyond what a layer declares shows up.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
-from trivium.ops import PagedKV, PagedState, Program
+from trivium.kv import plan_groups
+from trivium.ops import Batch, PagedKV, PagedState, Program, SampleInputs, Weight
+
+Spans = Sequence[tuple[int, int, int]]
 
 
-class PagedRunner:
-    """`weights`: checkpoint tensors by name, float32. One block table per state and sequence."""
+class Paging:
+    """Block tables of some groups, of which each has its window (None: keeps all), over one pool of pages."""
 
-    def __init__(self, program: Program, weights: Mapping[str, np.ndarray], *, page_size: int, pages: int = 256) -> None:
-        self._program, self._page_size = program, page_size
-        self._constants = {c.value: c.array if c.array is not None else _rows(weights[c.source], c.rows) for c in program.constants}
-        self._stores = [_new_store(s.spec, pages, page_size) for s in program.states]
-        self._free = [list(np.random.default_rng(7).permutation(pages)) for _ in program.states]
-        self._tables: list[dict[int, list[int]]] = [{} for _ in program.states]
+    def __init__(self, windows: Sequence[int | None], page_size: int, pages: int) -> None:
+        self._windows, self._size = windows, page_size
+        self._free = np.random.default_rng(7).permutation(pages).tolist()
+        self._tables: list[dict[int, list[int]]] = [{} for _ in windows]
+
+    def map(self, spans: Spans) -> tuple[np.ndarray, np.ndarray]:
+        """Block tables int32[groups, seqs, blocks] and slots int64[groups, tokens] of [(sequence, first position, tokens)]."""
+        slots = [[self._slots(group, span) for span in spans] for group in range(len(self._windows))]
+        tables = [[self._tables[g][seq] for seq, _, _ in spans] for g in range(len(self._windows))]
+        width = max(len(t) for rows in tables for t in rows)
+        padded = [[t + [-1] * (width - len(t)) for t in rows] for rows in tables]
+        return np.array(padded, np.int32), np.array([sum(rows, []) for rows in slots], np.int64)
+
+    def _slots(self, group: int, span: tuple[int, int, int]) -> list[int]:
+        seq, start, length = span
+        table, window, size = self._tables[group].setdefault(seq, []), self._windows[group], self._size
+        for block in range(0 if window is None else max(0, start - window + 1) // size):
+            if table[block] >= 0:
+                self._free.insert(0, table[block])
+                table[block] = -1
+        while len(table) * size < start + length:
+            table.append(self._free.pop())
+        return [table[p // size] * size + p % size for p in range(start, start + length)]
+
+
+class Runner(ABC):
+    """Feeds chunks of sequences; a subclass runs the Batch."""
+
+    def __init__(self, paging: Paging) -> None:
+        self._paging = paging
         self._lengths: dict[int, int] = {}
 
     def step(self, chunks: Sequence[tuple[int, Sequence[int]]]) -> np.ndarray:
         """Runs the next tokens of some sequences, [(sequence id, token ids)], and returns logits[all tokens, vocab]."""
-        lengths = {s: self._lengths.get(s, 0) for s, _ in chunks}
-        positions = np.concatenate([np.arange(lengths[s], lengths[s] + len(ids), dtype=np.int32) for s, ids in chunks])
-        values = {
-            "token_ids": np.concatenate([np.asarray(ids, np.int32) for _, ids in chunks]),
-            "positions": positions,
-            "query_starts": np.cumsum([0, *(len(ids) for _, ids in chunks)], dtype=np.int32),
-            "context_lens": np.array([lengths[s] + len(ids) for s, ids in chunks], np.int32),
-            "sample_rows": np.arange(len(positions), dtype=np.int32),
-        }
-        states = [self._map(i, [(s, lengths[s], len(ids)) for s, ids in chunks]) for i in range(len(self._stores))]
-        self._lengths |= {s: lengths[s] + len(ids) for s, ids in chunks}
-        return self._run(values, states)
+        spans = [(seq, self._lengths.get(seq, 0), len(ids)) for seq, ids in chunks]
+        tables, slots = self._paging.map(spans)
+        positions = np.concatenate([np.arange(start, start + n, dtype=np.int32) for _, start, n in spans])
+        self._lengths |= {seq: start + n for seq, start, n in spans}
+        return self.forward(Batch(
+            token_ids=np.concatenate([np.asarray(ids, np.int32) for _, ids in chunks]),
+            positions=positions,
+            query_starts=np.cumsum([0, *(n for _, _, n in spans)], dtype=np.int32),
+            context_lens=np.array([start + n for _, start, n in spans], np.int32),
+            block_tables=tables,
+            slot_mapping=slots,
+            sample_rows=np.arange(len(positions), dtype=np.int32),
+            sampling=greedy(len(positions)),
+        ))  # fmt: skip
 
-    def _map(self, index: int, spans: Sequence[tuple[int, int, int]]) -> PagedState:
-        size, window = self._page_size, self._program.states[index].spec.window
-        slots = []
-        for seq, start, length in spans:
-            table = self._tables[index].setdefault(seq, [])
-            dead = 0 if window is None else max(0, start - window + 1) // size
-            for block in range(min(dead, len(table))):
-                if table[block] >= 0:
-                    self._release(index, table[block])
-                    table[block] = -1
-            while len(table) * size < start + length:
-                table.append(int(self._free[index].pop()))
-            slots += [table[p // size] * size + p % size for p in range(start, start + length)]
-        tables = [self._tables[index][seq] for seq, _, _ in spans]
-        width = max(map(len, tables))
-        block_table = np.array([t + [-1] * (width - len(t)) for t in tables], np.int32)
-        k, v = self._stores[index]
-        return PagedState(k, v, block_table, np.array(slots, np.int64))
+    @abstractmethod
+    def forward(self, batch: Batch) -> np.ndarray:
+        """Logits of batch.sample_rows."""
 
-    def _release(self, index: int, page: int) -> None:
-        for store in self._stores[index]:
-            store[page] = np.nan
-        self._free[index].insert(0, page)
 
-    def _run(self, inputs: Mapping[str, np.ndarray], states: Sequence[PagedState]) -> np.ndarray:
-        values = dict(self._constants)
-        values |= {v: inputs[v.name] for v in self._program.inputs}
-        values |= {decl.value: state for decl, state in zip(self._program.states, states)}
+class PagedRunner(Runner):
+    """The operators' numpy references, call by call. `weights`: checkpoint tensors by name, float32. Unwritten pages hold NaN."""
+
+    def __init__(self, program: Program, weights: Mapping[str, np.ndarray], *, page_size: int, pages: int = 1024) -> None:
+        super().__init__(Paging([s.spec.window for s in program.states], page_size, pages))
+        self._program = program
+        self._constants = constant_arrays(program, weights)
+        self._stores = [_nan_store(s.spec, pages, page_size) for s in program.states]
+
+    def forward(self, batch: Batch) -> np.ndarray:
+        values: dict[Any, Any] = {c.value: self._constants[c.value.name] for c in self._program.constants}
+        values |= {v: getattr(batch, v.name) for v in self._program.inputs}
+        for i, (state, (k, v)) in enumerate(zip(self._program.states, self._stores)):
+            values[state.value] = PagedState(k, v, batch.block_tables[i], batch.slot_mapping[i])
         for call in self._program.calls:
             result = call.op(*(None if a is None else values[a] for a in call.args), **call.attrs)
             values |= dict(zip(call.results, result if isinstance(result, tuple) else (result,)))
         return values[self._program.outputs["logits"]]
 
 
-def _rows(weight: np.ndarray, rows: tuple[int, int] | None) -> np.ndarray:
-    return weight if rows is None else weight[rows[0] : rows[1]]
+class SessionRunner(Runner):
+    """A backend's session and executable, by the backend contract alone, with float32 weights."""
+
+    def __init__(
+        self, program: Program, weights: Mapping[str, np.ndarray], session: Any, *, page_size: int, pages: int = 256
+    ) -> None:  # fmt: skip
+        spec = plan_groups(program.states, page_size, "float32")
+        super().__init__(Paging([g.spec.window for g in spec.groups], page_size, pages))
+        session.kv_store(spec, pages)
+        loaded = {
+            name: session.load(Weight(name, array.shape, "float32", array, lambda data: data), "float32")
+            for name, array in constant_arrays(program, weights).items()
+        }
+        self._executable = session.compile(program, loaded)
+
+    def forward(self, batch: Batch) -> np.ndarray:
+        return self._executable.run(batch).output("logits")
 
 
-def _new_store(spec: PagedKV, pages: int, page_size: int) -> tuple[np.ndarray, np.ndarray]:
+def constant_arrays(program: Program, weights: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Every constant of the Program by name, from checkpoint tensors by name."""
+    rows = {c.value.name: slice(*c.rows) if c.rows else slice(None) for c in program.constants}
+    return {c.value.name: weights[c.source][rows[c.value.name]] if c.array is None else c.array for c in program.constants}
+
+
+def greedy(rows: int) -> SampleInputs:
+    """Inputs of the sampler that ask for the most likely token of every row."""
+    zeros, none = np.zeros(rows, np.float32), np.zeros(0, np.int32)
+    starts = np.zeros(rows + 1, np.int32)
+    return SampleInputs(
+        temperature=zeros, top_k=np.zeros(rows, np.int32), top_p=zeros + 1, min_p=zeros, seed=np.zeros(rows, np.uint64),
+        position=np.zeros(rows, np.int64), repetition=zeros + 1, presence=zeros, frequency=zeros, seen_starts=starts, seen_ids=none,
+        seen_counts=none, bias_starts=starts, bias_ids=none, bias=np.zeros(0, np.float32), score_ids=np.full(rows, -1, np.int32),
+    )  # fmt: skip
+
+
+def _nan_store(spec: PagedKV, pages: int, page_size: int) -> tuple[np.ndarray, np.ndarray]:
     shape = (pages, page_size, spec.kv_heads, spec.head_dim)
     return np.full(shape, np.nan, np.float32), np.full(shape, np.nan, np.float32)
 
 
-def run_in_chunks(runner: PagedRunner, prompts: Sequence[Sequence[int]], chunk: int, *, decode: int = 0) -> list[np.ndarray]:
+def run_in_chunks(runner: Runner, prompts: Sequence[Sequence[int]], chunk: int, *, decode: int = 0) -> list[np.ndarray]:
     """Logits[tokens, vocab] of every prompt: all together, `chunk` tokens of each a step, the last `decode` one at a time."""
-    done = [0] * len(prompts)
     parts: list[list[np.ndarray]] = [[] for _ in prompts]
+    done = [0] * len(prompts)
     while any(at < len(p) for at, p in zip(done, prompts)):
-        spans = []
-        for s, prompt in enumerate(prompts):
-            ahead = len(prompt) - decode - done[s]
-            take = min(chunk, ahead) if ahead > 0 else 1
-            if done[s] < len(prompt):
-                spans.append((s, prompt[done[s] : done[s] + take]))
-        logits = runner.step(spans)
-        for (s, ids), part in zip(spans, np.split(logits, np.cumsum([len(ids) for _, ids in spans])[:-1])):
-            parts[s].append(part)
+        takes = [min(chunk, max(len(p) - decode - at, 1), len(p) - at) for at, p in zip(done, prompts)]
+        chunks = [(s, p[at : at + n]) for s, (p, at, n) in enumerate(zip(prompts, done, takes)) if n]
+        logits = np.split(runner.step(chunks), np.cumsum([len(ids) for _, ids in chunks])[:-1])
+        for (s, ids), rows in zip(chunks, logits):
+            parts[s].append(rows)
             done[s] += len(ids)
     return [np.concatenate(p) for p in parts]

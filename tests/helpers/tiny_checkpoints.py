@@ -40,9 +40,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def tiny_config(family: str, **overrides: Any) -> dict[str, Any]:
-    """config.json of the family's tiny model; an override of None removes the key."""
-    merged = {**_COMMON, **FAMILIES[family], **overrides}
-    return {key: value for key, value in merged.items() if value is not None}
+    """config.json of the family's tiny model."""
+    return {**_COMMON, **FAMILIES[family], **overrides}
 
 
 def weight_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -107,7 +106,7 @@ def byte_tokenizer() -> dict[str, Any]:
 
 
 def make_checkpoint(folder: Path, family: str, seed: int = 0, *, tokenizer: bool = True, **overrides: Any) -> Path:
-    """Writes config.json, model.safetensors and (if asked) a byte-level tokenizer into `folder` and returns it."""
+    """Writes config.json, model.safetensors and a byte-level tokenizer (unless refused) into `folder` and returns it."""
     config = tiny_config(family, **overrides)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
