@@ -164,6 +164,8 @@ struct LinearKernels {
   // Computes outputs [outs.begin, outs.end) of rows [rows.begin, rows.end) on the calling thread. outs.begin: a multiple of kTile; outs.end: a
   // multiple of kTile or matrix.out. Nothing outside these ranges of y is read or written.
   void (*multiply)(const MatrixView& matrix, const Input& input, Range rows, Range outs, const Output& output);
+  // For benchmarks: 4-way dots on registers, 64 multiply-adds each, as fast as they go. Returns how many were done.
+  int64_t (*dot_ceiling)(int64_t rounds);
 };
 
 // Instruction sets of this machine, best first; the last is portable.

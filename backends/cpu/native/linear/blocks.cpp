@@ -1,0 +1,164 @@
+// GGUF's block formats as plain codes. Block layouts: ggml's definitions as documented by the gguf package (gguf.quants).
+#include <algorithm>
+
+#include "rows.h"
+#include "scalar.h"
+
+namespace trivium::linear {
+namespace {
+
+constexpr int64_t kBlock = 256;  // numbers in a K block
+constexpr int64_t kKScaleBytes = 12;
+
+uint16_t read_u16(const uint8_t* p) { return static_cast<uint16_t>(p[0] | p[1] << 8); }
+
+// The 4-bit codes of a block of 32: byte i holds number i (low) and number i + 16 (high).
+void read_nibbles(const uint8_t* p, uint8_t* code) {
+  for (int i = 0; i < 16; ++i) {
+    code[i] = p[i] & 15;
+    code[i + 16] = p[i] >> 4;
+  }
+}
+
+// Adds the fifth bits of a block of 32, bit i for number i.
+void read_fifth_bits(const uint8_t* p, uint8_t* code) {
+  for (int i = 0; i < 32; ++i) code[i] = static_cast<uint8_t>(code[i] | (p[i / 8] >> (i % 8) & 1) << 4);
+}
+
+// q4_0, q4_1, q5_0, q5_1, q8_0: float16 scale, for _1 float16 min, for q5 32 high bits, codes.
+void read_small_blocks(Storage storage, const uint8_t* p, int64_t in, RowCodes& codes) {
+  const bool has_min = storage == Storage::q4_1 || storage == Storage::q5_1;
+  const bool has_fifth = storage == Storage::q5_0 || storage == Storage::q5_1;
+  codes.zero = has_min ? 0 : storage == Storage::q4_0 ? 8 : storage == Storage::q5_0 ? 16 : 128;
+  for (int64_t g = 0; g < in / kGroup; ++g) {
+    uint8_t* code = codes.code.data() + g * kGroup;
+    codes.scale[g] = read_u16(p);
+    p += 2;
+    if (has_min) codes.min[g] = read_u16(p), p += 2;
+    if (storage == Storage::q8_0) {
+      for (int i = 0; i < kGroup; ++i) code[i] = static_cast<uint8_t>(p[i] ^ 0x80);
+      p += kGroup;
+      continue;
+    }
+    const uint8_t* fifth = p;
+    if (has_fifth) p += 4;
+    read_nibbles(p, code);
+    if (has_fifth) read_fifth_bits(fifth, code);
+    p += 16;
+  }
+}
+
+// The eight 6-bit scales and minima of a q4_k or q5_k block: four of each in bytes 0-7, the others' low nibbles in bytes 8-11 and their high two
+// bits on top of the first.
+void read_k_scales(const uint8_t* p, uint8_t* scale, uint8_t* min) {
+  for (int i = 0; i < 4; ++i) {
+    scale[i] = p[i] & 63;
+    min[i] = p[i + 4] & 63;
+    scale[i + 4] = static_cast<uint8_t>((p[i + 8] & 15) | (p[i] >> 6) << 4);
+    min[i + 4] = static_cast<uint8_t>((p[i + 8] >> 4) | (p[i + 4] >> 6) << 4);
+  }
+}
+
+// q4_k, q5_k: d, dmin, scales, for q5 32 bytes whose bit g is the fifth bit of group g, codes of two groups a 32 bytes.
+void read_k_blocks(bool has_fifth, const uint8_t* p, int64_t in, RowCodes& codes) {
+  codes.zero = 0;
+  for (int64_t block = 0; block < in / kBlock; ++block) {
+    codes.d[block] = read_u16(p);
+    codes.d_min[block] = read_u16(p + 2);
+    read_k_scales(p + 4, codes.sub_scale.data() + 8 * block, codes.sub_min.data() + 8 * block);
+    p += 4 + kKScaleBytes;
+    const uint8_t* fifth = p;
+    if (has_fifth) p += 32;
+    uint8_t* code = codes.code.data() + block * kBlock;
+    for (int g = 0; g < 8; ++g) {
+      for (int i = 0; i < 32; ++i) {
+        const int low = p[32 * (g / 2) + i] >> (4 * (g % 2)) & 15;
+        const int high = has_fifth ? (fifth[i] >> g & 1) << 4 : 0;
+        code[32 * g + i] = static_cast<uint8_t>(low | high);
+      }
+    }
+    p += kBlock / 2;
+  }
+}
+
+// q6_k: 128 bytes of low nibbles, 64 of high pairs of bits, 16 signed scales, d. Each half of the block holds 128 numbers: number 32 * j + i has
+// its nibble in byte 32 * (j % 2) + i (high if j >= 2) and its pair of bits in byte i at 2 * j.
+void read_q6_blocks(const uint8_t* p, int64_t in, RowCodes& codes) {
+  codes.zero = 32;
+  for (int64_t block = 0; block < in / kBlock; ++block, p += 210) {
+    for (int k = 0; k < kBlock; ++k) {
+      const int half = k / 128, j = k % 128 / 32, i = k % 32;
+      const int low = p[64 * half + 32 * (j % 2) + i] >> (j >= 2 ? 4 : 0) & 15;
+      const int high = p[128 + 32 * half + i] >> (2 * j) & 3;
+      codes.code[block * kBlock + k] = static_cast<uint8_t>(low | high << 4);
+    }
+    std::copy_n(p + 192, 16, codes.sub_scale.data() + 16 * block);
+    codes.d[block] = read_u16(p + 208);
+  }
+}
+
+void decode_floats(Storage storage, const uint8_t* row, int64_t in, float* out) {
+  for (int64_t i = 0; i < in; ++i) {
+    if (storage == Storage::float32) std::copy_n(row + 4 * i, 4, reinterpret_cast<uint8_t*>(out + i));
+    else if (storage == Storage::bfloat16) out[i] = from_bfloat16(read_u16(row + 2 * i));
+    else out[i] = from_float16(read_u16(row + 2 * i));
+  }
+}
+
+}  // namespace
+
+RowCodes::RowCodes(int64_t in) {
+  const auto blocks = static_cast<size_t>((in + kBlock - 1) / kBlock);
+  code.resize(blocks * kBlock);
+  scale.resize(blocks * 8);
+  min.resize(blocks * 8);
+  d.resize(blocks);
+  d_min.resize(blocks);
+  sub_scale.resize(blocks * 16);
+  sub_min.resize(blocks * 8);
+}
+
+int64_t storage_row_bytes(Storage storage, int64_t in) {
+  const auto whole = [in](int64_t block, int64_t bytes) { return in % block ? 0 : in / block * bytes; };
+  switch (storage) {
+    case Storage::float32: return 4 * in;
+    case Storage::bfloat16:
+    case Storage::float16: return 2 * in;
+    case Storage::q4_0: return whole(32, 18);
+    case Storage::q4_1: return whole(32, 20);
+    case Storage::q5_0: return whole(32, 22);
+    case Storage::q5_1: return whole(32, 24);
+    case Storage::q8_0: return whole(32, 34);
+    case Storage::q4_k: return whole(256, 144);
+    case Storage::q5_k: return whole(256, 176);
+    case Storage::q6_k: return whole(256, 210);
+  }
+  return 0;
+}
+
+void read_blocks(Storage storage, const uint8_t* row, int64_t in, RowCodes& codes) {
+  if (storage == Storage::q6_k) read_q6_blocks(row, in, codes);
+  else if (storage == Storage::q4_k || storage == Storage::q5_k) read_k_blocks(storage == Storage::q5_k, row, in, codes);
+  else read_small_blocks(storage, row, in, codes);
+}
+
+void decode_row(Storage storage, const uint8_t* row, int64_t in, float* out, RowCodes& codes) {
+  if (is_float(storage)) return decode_floats(storage, row, in, out);
+  read_blocks(storage, row, in, codes);
+  const bool has_min = storage == Storage::q4_1 || storage == Storage::q5_1;
+  for (int64_t i = 0; i < in; ++i) {
+    const auto code = static_cast<float>(codes.code[i] - codes.zero);
+    const float d = from_float16(codes.d[i / kBlock]);
+    if (storage == Storage::q6_k) {
+      out[i] = d * static_cast<float>(static_cast<int8_t>(codes.sub_scale[i / 16])) * code;
+    } else if (storage == Storage::q4_k || storage == Storage::q5_k) {
+      const float minimum = from_float16(codes.d_min[i / kBlock]) * static_cast<float>(codes.sub_min[i / kGroup]);
+      out[i] = d * static_cast<float>(codes.sub_scale[i / kGroup]) * code - minimum;
+    } else {
+      const float product = from_float16(codes.scale[i / kGroup]) * code;
+      out[i] = has_min ? product + from_float16(codes.min[i / kGroup]) : product;
+    }
+  }
+}
+
+}  // namespace trivium::linear

@@ -1,0 +1,41 @@
+// Which instruction sets this machine has, and their kernels.
+#include "dispatch.h"
+
+namespace trivium::linear {
+
+#ifdef TRIVIUM_X86
+namespace {
+
+bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"); }
+bool has_avx512() {
+  return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+         __builtin_cpu_supports("avx512dq");
+}
+bool has_avx512_vnni() { return has_avx512() && __builtin_cpu_supports("avx512vnni"); }
+
+}  // namespace
+
+std::vector<Isa> available_isas() {
+  std::vector<Isa> isas;
+  if (has_avx512_vnni()) isas.push_back(Isa::avx512_vnni);
+  if (has_avx512()) isas.push_back(Isa::avx512);
+  if (has_avx2()) isas.push_back(Isa::avx2);
+  isas.push_back(Isa::portable);
+  return isas;
+}
+
+const LinearKernels& kernels(Isa isa) {
+  switch (isa) {
+    case Isa::avx512_vnni: return avx512_vnni_kernels();
+    case Isa::avx512: return avx512_kernels();
+    case Isa::avx2: return avx2_kernels();
+    default: return portable_kernels();
+  }
+}
+#else
+std::vector<Isa> available_isas() { return {Isa::portable}; }
+
+const LinearKernels& kernels(Isa) { return portable_kernels(); }
+#endif
+
+}  // namespace trivium::linear

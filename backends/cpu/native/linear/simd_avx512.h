@@ -1,0 +1,108 @@
+// The vector type of kernel.h on AVX-512 (F, BW, DQ, VL), with or without VNNI.
+#pragma once
+
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // GCC 12 warns about its own _mm512_undefined_*
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#include <immintrin.h>
+#pragma GCC diagnostic pop
+
+#include <cstring>
+
+#include "layout.h"
+
+namespace trivium::linear {
+
+template <bool kVnni>
+struct Avx512Simd {
+  using I32 = __m512i;
+  using F32 = __m512;
+  using Codes = __m512i;
+  struct SignedCodes { __m512i bytes; __mmask64 negative; };  // VNNI: the codes; else magnitudes and signs
+  static constexpr int kRows = 12;
+  static constexpr int kFloatRows = 12;
+
+  static I32 zero() { return _mm512_setzero_si512(); }
+  template <int kShift>
+  static I32 splat_shifted(const int32_t* p) { return _mm512_slli_epi32(_mm512_set1_epi32(*p), kShift); }
+  static __m512i splat_quad(const int8_t* x) {
+    int32_t quad;
+    std::memcpy(&quad, x, 4);
+    return _mm512_set1_epi32(quad);
+  }
+
+  static Codes load_codes(const uint8_t* p) { return _mm512_load_si512(p); }
+  static void load_nibbles(const uint8_t* p, Codes& low, Codes& high) {
+    const __m512i mask = _mm512_set1_epi8(15);
+    const __m512i both = load_codes(p);
+    low = _mm512_and_si512(both, mask);
+    high = _mm512_and_si512(_mm512_srli_epi16(both, 4), mask);
+  }
+  static void dot(I32& sum, Codes w, const int8_t* x) {
+    if constexpr (kVnni) {
+      sum = _mm512_dpbusd_epi32(sum, w, splat_quad(x));
+    } else {  // codes below 128: a pair's sum stays within int16
+      sum = add_pairs(sum, _mm512_maddubs_epi16(w, splat_quad(x)));
+    }
+  }
+
+  static I32 start_signed(const int32_t* negative_sum) {
+    if constexpr (kVnni) return splat_shifted<kZero8Shift>(negative_sum);
+    else return zero();
+  }
+  static SignedCodes load_signed(const uint8_t* p) {
+    if constexpr (kVnni) {
+      return {load_codes(p), 0};
+    } else {
+      const __m512i w = _mm512_xor_si512(load_codes(p), _mm512_set1_epi8(static_cast<char>(kZero8)));
+      return {_mm512_abs_epi8(w), _mm512_movepi8_mask(w)};
+    }
+  }
+  static void dot_signed(I32& sum, SignedCodes w, const int8_t* x) {
+    if constexpr (kVnni) {
+      dot(sum, w.bytes, x);
+    } else {  // |w| <= 128 and |x| <= 127: a pair's sum stays within int16
+      const __m512i quad = splat_quad(x);
+      const __m512i turned = _mm512_mask_sub_epi8(quad, w.negative, zero(), quad);
+      sum = add_pairs(sum, _mm512_maddubs_epi16(w.bytes, turned));
+    }
+  }
+
+  static F32 to_float(I32 a) { return _mm512_cvtepi32_ps(a); }
+  static F32 zero_float() { return _mm512_setzero_ps(); }
+  static F32 splat(const float* p) { return _mm512_set1_ps(*p); }
+  static F32 load(const float* p) { return _mm512_loadu_ps(p); }
+  static void store(F32 a, float* p) { _mm512_storeu_ps(p, a); }
+  static F32 load_float16(const uint8_t* p) { return _mm512_cvtph_ps(_mm256_load_si256(reinterpret_cast<const __m256i*>(p))); }
+  static void load_bfloat16_pairs(const uint8_t* p, F32& even, F32& odd) {
+    const __m512i pairs = load_codes(p);
+    even = _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16));
+    odd = _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(static_cast<int>(0xffff0000u))));
+  }
+  static F32 load_uint8(const uint8_t* p) { return to_float(_mm512_cvtepu8_epi32(load16(p))); }
+  static F32 load_int8(const uint8_t* p) { return to_float(_mm512_cvtepi8_epi32(load16(p))); }
+  static F32 add(F32 a, F32 b) { return _mm512_add_ps(a, b); }
+  static F32 mul(F32 a, F32 b) { return _mm512_mul_ps(a, b); }
+  static F32 negate(F32 a) { return _mm512_xor_ps(a, _mm512_set1_ps(-0.0f)); }
+  static F32 mul_add(F32 a, F32 b, F32 c) { return _mm512_fmadd_ps(a, b, c); }
+
+  static uint32_t largest_bits(const float* x) {
+    const __m512i mask = _mm512_set1_epi32(0x7fffffff);
+    const __m512i low = _mm512_and_si512(_mm512_loadu_si512(x), mask);
+    const __m512i high = _mm512_and_si512(_mm512_loadu_si512(x + 16), mask);
+    return _mm512_reduce_max_epu32(_mm512_max_epu32(low, high));
+  }
+  static void round_group(const float* x, float inverse, int8_t* q, int32_t sums[2]) {
+    for (int half = 0; half < 2; ++half) {
+      const __m512i value = _mm512_cvtps_epi32(_mm512_mul_ps(load(x + 16 * half), _mm512_set1_ps(inverse)));
+      _mm_store_si128(reinterpret_cast<__m128i*>(q + 16 * half), _mm512_cvtepi32_epi8(value));
+      sums[half] = _mm512_reduce_add_epi32(value);
+    }
+  }
+
+private:
+  static __m128i load16(const uint8_t* p) { return _mm_load_si128(reinterpret_cast<const __m128i*>(p)); }
+  static I32 add_pairs(I32 sum, __m512i pairs) { return _mm512_add_epi32(sum, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1))); }
+};
+
+}  // namespace trivium::linear

@@ -1,0 +1,94 @@
+// The vector type of kernel.h in plain C++: 16 lanes in arrays, left to the compiler.
+#pragma once
+
+#include <bit>
+
+#include "layout.h"
+#include "scalar.h"
+
+namespace trivium::linear {
+
+struct PortableSimd {
+  struct I32 { int32_t lane[16]; };
+  struct F32 { float lane[16]; };
+  struct Codes { int8_t byte[64]; };
+  using SignedCodes = Codes;
+  static constexpr int kRows = 4;       // rows in registers, integer kernels
+  static constexpr int kFloatRows = 4;  // rows in registers, float kernels (two tiles)
+
+  template <class Result, class Function>
+  static Result each(Function function) {
+    Result result;
+    for (int i = 0; i < 16; ++i) result.lane[i] = function(i);
+    return result;
+  }
+
+  static I32 zero() { return {}; }
+  template <int kShift>
+  static I32 splat_shifted(const int32_t* p) { const int32_t v = *p * (1 << kShift); return each<I32>([=](int) { return v; }); }
+
+  // Codes below 128 times signed activations.
+  static Codes load_codes(const uint8_t* p) { Codes c; for (int i = 0; i < 64; ++i) c.byte[i] = static_cast<int8_t>(p[i]); return c; }
+  static void load_nibbles(const uint8_t* p, Codes& low, Codes& high) {
+    for (int i = 0; i < 64; ++i) {
+      low.byte[i] = static_cast<int8_t>(p[i] & 15);
+      high.byte[i] = static_cast<int8_t>(p[i] >> 4);
+    }
+  }
+  static void dot(I32& sum, const Codes& w, const int8_t* x) {
+    for (int o = 0; o < 16; ++o) {
+      const int8_t* b = w.byte + 4 * o;
+      sum.lane[o] += b[0] * x[0] + b[1] * x[1] + b[2] * x[2] + b[3] * x[3];
+    }
+  }
+
+  // Codes of the whole range, minus kZero8: start() makes up for the form they are multiplied in.
+  static I32 start_signed(const int32_t*) { return {}; }
+  static SignedCodes load_signed(const uint8_t* p) {
+    SignedCodes c;
+    for (int i = 0; i < 64; ++i) c.byte[i] = static_cast<int8_t>(p[i] - kZero8);
+    return c;
+  }
+  static void dot_signed(I32& sum, const SignedCodes& w, const int8_t* x) { dot(sum, w, x); }
+
+  static F32 to_float(const I32& a) { return each<F32>([&](int i) { return static_cast<float>(a.lane[i]); }); }
+  static F32 zero_float() { return {}; }
+  static F32 splat(const float* p) { const float v = *p; return each<F32>([=](int) { return v; }); }
+  static F32 load(const float* p) { return each<F32>([=](int i) { return p[i]; }); }
+  static void store(const F32& a, float* p) { for (int i = 0; i < 16; ++i) p[i] = a.lane[i]; }
+  static F32 load_float16(const uint8_t* p) {
+    return each<F32>([=](int i) { return from_float16(static_cast<uint16_t>(p[2 * i] | p[2 * i + 1] << 8)); });
+  }
+  static void load_bfloat16_pairs(const uint8_t* p, F32& even, F32& odd) {
+    for (int i = 0; i < 16; ++i) {
+      even.lane[i] = from_bfloat16(static_cast<uint16_t>(p[4 * i] | p[4 * i + 1] << 8));
+      odd.lane[i] = from_bfloat16(static_cast<uint16_t>(p[4 * i + 2] | p[4 * i + 3] << 8));
+    }
+  }
+  static F32 load_uint8(const uint8_t* p) { return each<F32>([=](int i) { return static_cast<float>(p[i]); }); }
+  static F32 load_int8(const uint8_t* p) { return each<F32>([=](int i) { return static_cast<float>(static_cast<int8_t>(p[i])); }); }
+  static F32 add(const F32& a, const F32& b) { return each<F32>([&](int i) { return a.lane[i] + b.lane[i]; }); }
+  static F32 mul(const F32& a, const F32& b) { return each<F32>([&](int i) { return a.lane[i] * b.lane[i]; }); }
+  static F32 negate(const F32& a) { return each<F32>([&](int i) { return -a.lane[i]; }); }
+  static F32 mul_add(const F32& a, const F32& b, const F32& c) { return each<F32>([&](int i) { return a.lane[i] * b.lane[i] + c.lane[i]; }); }
+
+  // Quantises 32 numbers; see kernel.h.
+  static uint32_t largest_bits(const float* x) {
+    uint32_t largest = 0;
+    for (int i = 0; i < kGroup; ++i) {
+      const uint32_t bits = std::bit_cast<uint32_t>(x[i]) & 0x7fffffffu;
+      largest = bits > largest ? bits : largest;
+    }
+    return largest;
+  }
+  static void round_group(const float* x, float inverse, int8_t* q, int32_t sums[2]) {
+    sums[0] = sums[1] = 0;
+    for (int i = 0; i < kGroup; ++i) {
+      const int32_t value = round_even(x[i] * inverse);
+      q[i] = static_cast<int8_t>(value);
+      sums[i / 16] += value;
+    }
+  }
+};
+
+}  // namespace trivium::linear
