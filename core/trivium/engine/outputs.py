@@ -1,0 +1,129 @@
+"""What comes out of the engine: tokens, text, logprobs, and the clock of a request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from trivium.errors import TriviumError
+
+
+class Logprob(NamedTuple):
+    """Natural log probability of a token under the raw logits, its rank (1 = most likely) and its text."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+TokenLogprobs = dict[int, Logprob]
+"""By token id: the token itself first, then the alternatives asked for, most likely first."""
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """Times of one request in seconds; None where there is nothing to measure.
+
+    queue_time: arrival until first scheduled. prefill_time: from there until the last prompt token is computed. decode_time: first
+    to last token. time_to_first_token: arrival to first token, queue included. mean_itl: mean gap between successive tokens of
+    one output. e2e_time: arrival to the end. preempted_time: spent waiting after preemptions, in none of the above apart from
+    the interval it falls into. num_cached_tokens: prompt tokens found in the prefix cache when first scheduled.
+    """
+
+    queue_time: float | None
+    prefill_time: float | None
+    decode_time: float | None
+    time_to_first_token: float | None
+    mean_itl: float | None
+    e2e_time: float
+    preempted_time: float
+    num_cached_tokens: int
+    num_preemptions: int
+
+
+@dataclass(frozen=True)
+class CompletionOutput:
+    """One of the n outputs. finish_reason: None while it runs, then "stop", "length", "abort" or "error". stop_reason: the stop
+    string or stop token id that ended it; None for the model's own end token. token_ids includes the token that ended it."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None
+    stop_reason: int | str | None = None
+    logprobs: list[TokenLogprobs] | None = None
+    cumulative_logprob: float | None = None
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """News of one request. A streaming request reports after every step what is new (text, token_ids and logprobs of each output
+    that moved); any other reports once, whole, outputs in order of index. prompt_logprobs[i] belongs to prompt token i; the first
+    has none. metrics and error are set when it has finished."""
+
+    request_id: int
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    metrics: Metrics | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    error: TriviumError | None = None
+    client_id: str | None = None
+
+
+@dataclass
+class Clock:
+    """The life of a request in seconds of the engine's clock; n outputs share one."""
+
+    arrival: float
+    first_scheduled: float | None = None
+    prefill_done: float | None = None
+    first_token: float | None = None
+    last_token: float | None = None
+    preemptions: int = 0
+    preempted_time: float = 0.0
+    cached_tokens: int = 0
+    gaps: int = 0
+    gap_time: float = 0.0
+    _waiting_since: dict[int, float] = field(default_factory=dict)
+
+    def schedule(self, index: int, now: float, cached: int) -> None:
+        """Output `index` was admitted, with `cached` tokens found."""
+        if self.first_scheduled is None:
+            self.first_scheduled, self.cached_tokens = now, cached
+        self.preempted_time += now - self._waiting_since.pop(index, now)
+
+    def preempt(self, index: int, now: float) -> None:
+        self.preemptions += 1
+        self._waiting_since[index] = now
+
+    def prefilled(self, now: float) -> None:
+        if self.prefill_done is None:
+            self.prefill_done = now
+
+    def token(self, now: float, previous: float | None) -> None:
+        """A token was made; `previous`: time of the one before it in the same output."""
+        if self.first_token is None:
+            self.first_token = now
+        if previous is not None:
+            self.gaps += 1
+            self.gap_time += now - previous
+        self.last_token = now
+
+    def metrics(self, now: float) -> Metrics:
+        """The figures of a request that ends now."""
+        return Metrics(
+            queue_time=_span(self.arrival, self.first_scheduled),
+            prefill_time=_span(self.first_scheduled, self.prefill_done),
+            decode_time=_span(self.first_token, self.last_token),
+            time_to_first_token=_span(self.arrival, self.first_token),
+            mean_itl=self.gap_time / self.gaps if self.gaps else None,
+            e2e_time=now - self.arrival,
+            preempted_time=self.preempted_time,
+            num_cached_tokens=self.cached_tokens,
+            num_preemptions=self.preemptions,
+        )
+
+
+def _span(start: float | None, end: float | None) -> float | None:
+    return None if start is None or end is None else end - start

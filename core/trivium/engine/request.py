@@ -1,0 +1,149 @@
+"""A request inside the engine: n outputs that grow token by token until something ends them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from trivium.engine.outputs import Clock, CompletionOutput, RequestOutput, TokenLogprobs
+from trivium.errors import TriviumError
+from trivium.sampling import SamplerState, SamplingParams
+from trivium.sched import Sequence
+from trivium.text import Detokenizer, StopMatcher
+
+if TYPE_CHECKING:
+    from trivium.text import Tokenizer
+
+
+class Text:
+    """Token ids to the text a client sees: whole characters only, nothing that could still become a stop string."""
+
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
+        self.parts: list[str] = []
+        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=params.skip_special_tokens)
+        self._matcher = StopMatcher(params.stop, include_stop=params.include_stop_str_in_output) if params.stop else None
+
+    @property
+    def matched(self) -> str | None:
+        """The stop string that ended the text."""
+        return None if self._matcher is None else self._matcher.matched
+
+    def push(self, token: int, *, watch: bool) -> None:
+        """Adds a token; `watch`: stop strings count from here on."""
+        self._add(self._detokenizer.push(token), watch)
+
+    def finish(self, *, watch: bool) -> None:
+        """Lets go of what was held back. Not to be called after a match."""
+        self._add(self._detokenizer.finish(), watch)
+        if self._matcher is not None:
+            self.parts.append(self._matcher.finish())
+
+    def _add(self, piece: str, watch: bool) -> None:
+        if self._matcher is not None and watch:
+            piece, _ = self._matcher.push(piece)
+        self.parts.append(piece)
+
+
+class Completion:
+    """One of the n outputs of a request."""
+
+    def __init__(self, request: Request, seq: Sequence, sampler: SamplerState, text: Text) -> None:
+        self.request = request
+        self.index = seq.order[2]
+        self.seq = seq
+        self.sampler = sampler
+        self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprobs] | None = None if sampler.logprobs < 0 else []
+        self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
+        self._text = text
+        self._logprob_sum = 0.0
+        self._last_token: float | None = None
+        self._sent = (0, 0)
+
+    def accept(self, token: int, logprobs: TokenLogprobs | None, now: float) -> None:
+        """Takes the token that was made at `now` and ends the output where a rule says so. An end token's own text is shown only
+        with include_stop_str_in_output; a stop string must lie behind the first min_tokens tokens."""
+        params = self.request.params
+        self.seq.append(token)
+        self.sampler.append(token)
+        self.token_ids.append(token)
+        if self.logprobs is not None and logprobs is not None:
+            self.logprobs.append(logprobs)
+            self._logprob_sum += logprobs[token].logprob
+        self.request.clock.token(now, self._last_token)
+        self._last_token = now
+        ends = token in self.request.end_ids and len(self.token_ids) > params.min_tokens
+        if not ends or params.include_stop_str_in_output:
+            self._text.push(token, watch=self._past_minimum)
+        if self._text.matched is not None:
+            self.finish("stop")
+        elif ends:
+            self.stop_reason = token if token in params.stop_token_ids else None
+            self.finish("stop")
+        elif len(self.token_ids) >= self.request.max_tokens:
+            self.finish("length")
+
+    def finish(self, reason: str) -> None:
+        """Ends the output; text that was held back comes out, and may still complete a stop string."""
+        if self._text.matched is None and reason != "error":
+            self._text.finish(watch=self._past_minimum)
+        if self._text.matched is not None and reason in ("stop", "length"):
+            reason, self.stop_reason = "stop", self._text.matched
+        self.finish_reason = reason
+
+    def output(self) -> CompletionOutput:
+        """What is there: for a streaming request, since the last call."""
+        tokens, parts = self._sent
+        if self.request.stream:
+            self._sent = (len(self.token_ids), len(self._text.parts))
+        return CompletionOutput(
+            index=self.index,
+            text="".join(self._text.parts[parts:]),
+            token_ids=self.token_ids[tokens:],
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+            logprobs=None if self.logprobs is None else self.logprobs[tokens:],
+            cumulative_logprob=None if self.logprobs is None else self._logprob_sum,
+        )
+
+    @property
+    def _past_minimum(self) -> bool:
+        return len(self.token_ids) > self.request.params.min_tokens
+
+
+@dataclass(eq=False)
+class Request:
+    """A request that the engine has taken. end_ids: tokens that end an output. started: outputs whose sequence the scheduler knows;
+    the others wait until the first has computed the prompt, whose pages they then find in the cache."""
+
+    id: int
+    prompt_ids: list[int]
+    params: SamplingParams
+    max_tokens: int
+    end_ids: frozenset[int]
+    clock: Clock
+    stream: bool = False
+    client_id: str | None = None
+    completions: list[Completion] = field(default_factory=list)
+    started: int = 0
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    error: TriviumError | None = None
+
+    @property
+    def finished(self) -> bool:
+        return all(c.finish_reason is not None for c in self.completions)
+
+    def output(self, moved: list[Completion], now: float) -> RequestOutput:
+        """News for the client: the outputs that moved, or all of them if it doesn't stream."""
+        finished = self.finished
+        return RequestOutput(
+            request_id=self.id,
+            prompt_token_ids=self.prompt_ids,
+            outputs=[c.output() for c in (moved if self.stream else self.completions)],
+            finished=finished,
+            metrics=self.clock.metrics(now) if finished else None,
+            prompt_logprobs=self.prompt_logprobs,
+            error=self.error,
+            client_id=self.client_id,
+        )

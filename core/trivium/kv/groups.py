@@ -1,0 +1,32 @@
+"""Which layers share a block table."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from trivium.ops import Group, KVSpec, StateDecl, StateSpec
+
+MAX_WASTE = 0.1
+"""Share of a page's layer slots that may stay empty for the sake of fewer groups (fewer block tables to keep)."""
+
+
+def plan_groups(states: Sequence[StateDecl], page_size: int, dtype: str) -> KVSpec:
+    """Groups a Program's states: layers with equal needs go together, in runs of one length for all kinds, so that any page
+    can serve any group. The run length is the longest that leaves at most MAX_WASTE of the layer slots empty; only the last group
+    of a kind may be shorter than the others."""
+    kinds: dict[StateSpec, list[int]] = {}
+    for index, decl in enumerate(states):
+        kinds.setdefault(decl.spec, []).append(index)
+    size = _run_length([len(layers) for layers in kinds.values()])
+    groups = [
+        Group(spec, tuple(layers[start : start + size]))
+        for spec, layers in kinds.items()
+        for start in range(0, len(layers), size)
+    ]  # fmt: skip
+    return KVSpec(page_size, dtype, tuple(groups))
+
+
+def _run_length(counts: Collection[int]) -> int:
+    layers = sum(counts)
+    sizes = range(max(counts, default=1), 0, -1)
+    return next((n for n in sizes if sum(-(-c // n) for c in counts) * n <= layers * (1 + MAX_WASTE)), 1)

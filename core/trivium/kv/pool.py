@@ -1,0 +1,114 @@
+"""The pool of pages: reference counts, a free list, and full pages that can be found again by content."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Mapping
+
+from trivium.errors import CapacityError
+
+Key = tuple[bytes, int]
+"""Content of a full page: the chained digest of everything up to its end, and the group it belongs to."""
+
+
+class BlockPool:
+    """Hands out page ids. Every operation is O(1) a page.
+
+    A page is owned (refs > 0), free, or idle: nobody owns it, but its content is published under a key and `share` revives it.
+    Idle pages are given away last, least recently released first.
+    """
+
+    def __init__(self, pages: int) -> None:
+        self.pages = pages
+        self.refs = [0] * pages
+        self._free = list(range(pages - 1, -1, -1))
+        self._idle: OrderedDict[int, None] = OrderedDict()
+        self._pages: dict[Key, int] = {}
+        self._keys: list[Key | None] = [None] * pages
+
+    @property
+    def available(self) -> int:
+        """Pages that allocate() could hand out now."""
+        return len(self._free) + len(self._idle)
+
+    def allocate(self, count: int) -> list[int]:
+        """`count` pages with unknown content, each owned once. Raises CapacityError, and changes nothing, if there are fewer."""
+        if count > self.available:
+            raise CapacityError(f"{count} pages were asked for, {self.available} of {self.pages} are free")
+        return [self._take() for _ in range(count)]
+
+    def share(self, pages: Iterable[int]) -> None:
+        """One more owner for each of these published or owned pages."""
+        for page in pages:
+            self._idle.pop(page, None)
+            self.refs[page] += 1
+
+    def release(self, pages: Iterable[int]) -> None:
+        """One owner less. Release a sequence's last page first: then the start of a prefix, which others share, outlives it."""
+        for page in pages:
+            self.refs[page] -= 1
+            if self.refs[page] == 0:
+                self._put_back(page)
+
+    def publish(self, page: int, key: Key) -> None:
+        """The owned page `page` is full and holds what `key` says. The first page published under a key keeps it."""
+        if self._pages.setdefault(key, page) == page:
+            self._keys[page] = key
+
+    def lookup(self, key: Key) -> int | None:
+        """The page that holds this content, owned or idle."""
+        return self._pages.get(key)
+
+    def check(self, owners: Mapping[int, int]) -> None:
+        """Raises AssertionError unless page p has exactly owners[p] owners and every page is free, idle or owned."""
+        wrong = [p for p, refs in enumerate(self.refs) if refs != owners.get(p, 0)]
+        assert not wrong, f"pages (id, references, owners): {[(p, self.refs[p], owners.get(p, 0)) for p in wrong[:8]]}"
+        places = Counter(self._free) + Counter(self._idle.keys()) + Counter(p for p, refs in enumerate(self.refs) if refs)
+        assert len(places) == self.pages and places.total() == self.pages, "a page is lost or in two places"
+        assert all(self._keys[page] == key for key, page in self._pages.items()), "a published page lost its key"
+
+    def _take(self) -> int:
+        page = self._free.pop() if self._free else self._evict()
+        self.refs[page] = 1
+        return page
+
+    def _evict(self) -> int:
+        page, _ = self._idle.popitem(last=False)
+        key, self._keys[page] = self._keys[page], None
+        if key is not None:
+            del self._pages[key]
+        return page
+
+    def _put_back(self, page: int) -> None:
+        if self._keys[page] is None:
+            self._free.append(page)
+        else:
+            self._idle[page] = None
+
+
+class Ledger:
+    """What a plan may still spend: counts the pages of a BlockPool through takes and drops without touching the pool."""
+
+    def __init__(self, pool: BlockPool) -> None:
+        self.free = pool.available
+        self._refs = pool.refs
+        self._delta: dict[int, int] = {}
+
+    def cost(self, pages: Iterable[int]) -> int:
+        """Free pages that sharing these would use up."""
+        return sum(self._owners(page) == 0 for page in pages)
+
+    def take(self, pages: Iterable[int]) -> None:
+        """Plans to share these pages."""
+        for page in pages:
+            self.free -= self._owners(page) == 0
+            self._delta[page] = self._delta.get(page, 0) + 1
+
+    def drop(self, pages: Iterable[int]) -> None:
+        """Plans to release these pages."""
+        for page in pages:
+            self._delta[page] = self._delta.get(page, 0) - 1
+            self.free += self._owners(page) == 0
+
+    def _owners(self, page: int) -> int:
+        return self._refs[page] + self._delta.get(page, 0)

@@ -1,0 +1,257 @@
+"""Continuous batching with chunked prefill: decides, then applies, undoes or ends what one step does.
+
+All unfinished sequences stand in one total order: priority (lower first), then arrival. Whoever is earlier gets pages first and may
+take those of a later one, so the first always advances, nobody starves among equals, and a preempted sequence is again before
+everything that arrived after it.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left, insort
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from itertools import pairwise
+from operator import attrgetter
+from typing import NamedTuple
+
+from trivium.errors import CapacityError
+from trivium.kv import Hit, KVCache, Ledger, Stream
+
+Order = tuple[int, int, int]
+_order = attrgetter("order")
+
+
+class Sequence(Stream):
+    """One token stream under the scheduler. order: (priority, arrival, index within the request), unique.
+
+    score_end: rows 0..score_end-1 are wanted for the logprobs of the next prompt token; scored: how many of them are done.
+    samples: a token is drawn once all known ones are computed (False: the prompt is only scored).
+    """
+
+    def __init__(
+        self, tokens: Seq[int], root: bytes, order: Order, *, score_end: int = 0, samples: bool = True, capacity: int = 0
+    ) -> None:
+        super().__init__(tokens, root, capacity=capacity)
+        self.order = order
+        self.score_end = score_end
+        self.scored = 0
+        self.samples = samples
+        self.running = False
+
+    @property
+    def reusable(self) -> int:
+        """Leading tokens that needn't be computed if their pages are found: the last one is, and whatever is still to be scored."""
+        return self.length - 1 if self.scored >= self.score_end else self.scored
+
+
+class Entry(NamedTuple):
+    """`tokens` tokens of `seq` from position `start` on; `hit`: the cached prefix it begins with if it is admitted in this step."""
+
+    seq: Sequence
+    start: int
+    tokens: int
+    hit: Hit | None = None
+
+
+@dataclass
+class StepPlan:
+    """What one step does. Making it changes nothing; `undo` is filled while Scheduler.reserve() applies it."""
+
+    entries: list[Entry] = field(default_factory=list)
+    preempted: list[Sequence] = field(default_factory=list)
+    undo: list[tuple[Entry, int]] = field(default_factory=list)
+
+
+class Scheduler:
+    """Holds the running and the waiting sequences, both in order. `max_seqs` run at once; a step has at most `max_tokens` tokens
+    and `max_seqs` sampled or scored rows."""
+
+    def __init__(self, kv: KVCache, max_seqs: int, max_tokens: int) -> None:
+        self.kv = kv
+        self.max_seqs = min(max_seqs, max_tokens)
+        self.max_tokens = max_tokens
+        self.running: list[Sequence] = []
+        self.waiting: list[Sequence] = []
+
+    def check_fits(self, tokens: int) -> None:
+        """Raises CapacityError if a sequence of `tokens` computed tokens could not run even alone."""
+        need, have = self.kv.peak_pages(tokens), self.kv.pool.pages
+        if need > have:
+            raise CapacityError(
+                f"{tokens} tokens need {need} pages of the KV cache, which has {have} of {self.kv.page_size} tokens each; "
+                "shorten the prompt, lower max_tokens, or start with a larger cache"
+            )
+
+    def add(self, seq: Sequence) -> None:
+        """Puts a sequence in its place among the waiting ones."""
+        insort(self.waiting, seq, key=_order)
+
+    def remove(self, seq: Sequence) -> None:
+        """Takes out a sequence that has ended, for whatever reason, and gives its pages back."""
+        self.kv.release(seq)
+        _discard(self.running if seq.running else self.waiting, seq)
+        seq.running = False
+
+    def plan(self, only: Sequence | None = None) -> StepPlan:
+        """The next step; `only`: one for this sequence alone."""
+        candidates = heapq.merge(self.running, self.waiting, key=_order) if only is None else iter([only])
+        return _Planner(self).plan(candidates)
+
+    def reserve(self, plan: StepPlan) -> None:
+        """Admits and reserves what the plan needs, once its preempted sequences are: see preempt(). What it did is undone by
+        roll_back()."""
+        for entry in plan.entries:
+            plan.undo.append((entry, entry.seq.blocks if entry.seq.row >= 0 else -1))
+            if entry.hit is not None:
+                self._admit(entry.seq, entry.hit)
+        for entry in plan.entries:
+            self.kv.grow(entry.seq, entry.start + entry.tokens)
+
+    def roll_back(self, plan: StepPlan, *, ran: bool) -> None:
+        """Undoes reserve(), also one that failed halfway. `ran`: the pages written in this step may hold anything by now."""
+        for entry, blocks in reversed(plan.undo):
+            seq = entry.seq
+            if entry.hit is not None:
+                self.preempt(seq)
+            elif blocks < 0:
+                self.kv.release(seq)
+            else:
+                self.kv.shrink(seq, blocks)
+                if ran:
+                    self.kv.rewind(seq)
+        plan.undo.clear()
+
+    def preempt(self, seq: Sequence) -> None:
+        """Back to the waiting ones; its tokens are computed again, as far as its pages are not found in the cache."""
+        self.kv.release(seq)
+        if seq.running:
+            seq.running = False
+            _discard(self.running, seq)
+            insort(self.waiting, seq, key=_order)
+
+    def check(self) -> None:
+        """Raises AssertionError unless both lists are in order and hold exactly the owners of all pages."""
+        for seqs, running in ((self.running, True), (self.waiting, False)):
+            assert all(a.order < b.order for a, b in pairwise(seqs)), "sequences are out of order"
+            assert all(s.running is running for s in seqs), "a sequence is in the wrong list"
+        assert all(s.row < 0 for s in self.waiting), "a waiting sequence holds pages"
+        assert len(self.running) <= self.max_seqs
+        self.kv.check(self.running)
+
+    def _admit(self, seq: Sequence, hit: Hit) -> None:
+        _discard(self.waiting, seq)
+        insort(self.running, seq, key=_order)
+        seq.running = True
+        if hit.blocks:
+            self.kv.adopt(seq, hit)
+
+
+class _Planner:
+    """One planning pass. Candidates come in order; who needs pages may take them from the last of the running ones behind it.
+
+    tokens: left for prefill, once every running decode has its one. rows: left beyond the one that every running sequence may use.
+    promised: pages that admitted prompts will need in later steps.
+    """
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.kv = scheduler.kv
+        self.ledger = Ledger(self.kv.pool)
+        self.alive = scheduler.running.copy()
+        decodes = sum(seq.pending == 1 for seq in self.alive)
+        self.tokens = scheduler.max_tokens - decodes
+        self.rows = scheduler.max_seqs - len(self.alive)
+        self.seats = self.rows
+        self.unseen = len(self.alive)
+        self.promised = 0
+        self.open = True
+        self.draft = StepPlan()
+
+    def plan(self, candidates: Iterable[Sequence]) -> StepPlan:
+        gone = self.draft.preempted
+        for seq in candidates:
+            if seq.running:
+                self.unseen -= 1
+                if seq not in gone:
+                    self._continue(seq)
+            elif self.open:
+                self.open = self._admit(seq)
+            elif not self.unseen:
+                break
+        return self.draft
+
+    def _continue(self, seq: Sequence) -> None:
+        decode = seq.pending == 1
+        count = 1 if decode else self._chunk(seq, seq.computed)
+        room = self._room(seq)
+        while room <= 0 and self._evict_after(seq.order):
+            self.open = False
+            room = self._room(seq)
+        count = min(count, room)
+        if count <= 0:
+            self.open &= room > 0
+            return
+        self._schedule(Entry(seq, seq.computed, count), seq.blocks, decode)
+
+    def _admit(self, seq: Sequence) -> bool:
+        hit = self.kv.match(seq, seq.reusable)
+        start = hit.blocks * self.kv.page_size
+        count = self._chunk(seq, start)
+        if count <= 0 or self.rows <= 0 < self.seats or not self._make_way(seq, hit):
+            return False
+        for pages in hit.pages:
+            self.ledger.take(pages)
+        self.seats -= 1
+        self.rows -= 1
+        count = min(count, self.kv.reach(seq, hit.blocks, self.ledger.free) - start)
+        self._schedule(Entry(seq, start, count, hit), hit.blocks, False)
+        return True
+
+    def _chunk(self, seq: Sequence, start: int) -> int:
+        """Tokens of `seq` that token budget and row budget allow."""
+        count = min(seq.length - start, self.tokens)
+        if seq.scored < seq.score_end:
+            count = min(count, max(seq.scored - start, 0) + self.rows + 1)
+        return count
+
+    def _room(self, seq: Sequence) -> int:
+        return self.kv.reach(seq, seq.blocks, self.ledger.free) - seq.computed
+
+    def _make_way(self, seq: Sequence, hit: Hit) -> bool:
+        """Whether a seat and pages for all known tokens are there; sequences of a worse priority are preempted for them."""
+        while self.seats <= 0 or self._lacks_pages(seq, hit):
+            if not self._evict_after((seq.order[0] + 1, -1, -1)):
+                return False
+        return True
+
+    def _lacks_pages(self, seq: Sequence, hit: Hit) -> bool:
+        need = self.kv.peak_pages(seq.length, hit) + sum(self.ledger.cost(pages) for pages in hit.pages)
+        return need > self.ledger.free - self.promised
+
+    def _evict_after(self, order: Order) -> bool:
+        """Plans to preempt the last of the running sequences if it stands after `order`."""
+        if not self.alive or self.alive[-1].order <= order:
+            return False
+        victim = self.alive.pop()
+        self.ledger.drop(self.kv.held(victim))
+        self.seats += 1
+        self.rows += 1
+        self.tokens += victim.pending == 1
+        self.draft.preempted.append(victim)
+        return True
+
+    def _schedule(self, entry: Entry, blocks: int, decode: bool) -> None:
+        seq, end = entry.seq, entry.start + entry.tokens
+        self.ledger.free -= self.kv.pages_to_grow(seq, end, blocks)
+        if not decode:
+            self.tokens -= entry.tokens
+            self.rows -= max(min(end, seq.score_end) - max(entry.start, seq.scored) - (end < seq.length), 0)
+            self.promised += self.kv.peak_pages(seq.length) - self.kv.peak_pages(end)
+        self.draft.entries.append(entry)
+
+
+def _discard(seqs: list[Sequence], seq: Sequence) -> None:
+    at = bisect_left(seqs, seq.order, key=_order)
+    if at < len(seqs) and seqs[at] is seq:
+        del seqs[at]
