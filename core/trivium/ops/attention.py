@@ -68,7 +68,7 @@ def attend(q: Array, k: Array, v: Array, visible: Array, scale: float, softcap: 
     return out.transpose(2, 0, 1, 3).reshape(queries, heads, v.shape[-1])
 
 
-def _visible(first: int, queries: int, context: int, window: int | None, causal: bool) -> tuple[int, Array]:
+def visible_positions(first: int, queries: int, context: int, window: int | None, causal: bool) -> tuple[int, Array]:
     """The first position that any query reads, and bool[queries, positions from there on]."""
     start = max(0, first - window + 1) if window is not None else 0
     at, query = np.arange(start, context), np.arange(first, first + queries)[:, None]
@@ -119,7 +119,7 @@ def paged_attention(
         begin, end = int(query_starts[s]), int(query_starts[s + 1])
         if begin == end:
             continue
-        start, visible = _visible(context - (end - begin), end - begin, context, window, causal)
+        start, visible = visible_positions(context - (end - begin), end - begin, context, window, causal)
         k = read_positions(kv.k, kv.block_table[s], start, context)
         v = read_positions(kv.v, kv.block_table[s], start, context)
         y[begin:end] = attend(q[begin:end], k, v, visible, scale, softcap, sinks)

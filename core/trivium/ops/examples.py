@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trivium.ops.schema import Tolerance
-from trivium.ops.state import PagedState
+from trivium.ops.state import PagedState, RecurrentState
 
 Array = npt.NDArray[Any]
 Rng = np.random.Generator
@@ -82,3 +82,13 @@ def paged_state(
         if window is not None:
             table[s, : max(0, first - window + 1) // page_size] = -1
     return PagedState(k, v, table, np.concatenate(slots))
+
+
+def recurrent_state(rng: Rng, step: Sequences, shape: tuple[int, ...]) -> RecurrentState:
+    """A state with a random page for each sequence; pages that nobody owns, and those of sequences that start, hold STALE."""
+    seqs = len(step.context_lens)
+    table = rng.permutation(seqs + 2).astype(np.int32)[:seqs]
+    data = np.full((seqs + 2, *shape), STALE, np.float32)
+    continued = table[step.context_lens > np.diff(step.query_starts)]
+    data[continued] = normal(rng, len(continued), *shape)
+    return RecurrentState(data, table)

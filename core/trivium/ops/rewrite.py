@@ -13,7 +13,8 @@ def rewrite(program: Program, patterns: Sequence[Pattern], accept: Callable[[Cal
     """The Program with every occurrence of the patterns replaced by one call each.
 
     Larger patterns (more calls) go first, then those given earlier; within a pattern the first occurrence in the Program goes
-    first, made of the calls nearest to each other. `accept` has the last word on a fused call. The same arguments always give the same Program, in valid SSA order.
+    first, made of the calls nearest to each other. `accept` has the last word on a fused call. The same arguments always give the
+    same Program, in valid SSA order.
     """
     graph = CallGraph(program)
     for pattern in sorted(map(trace, patterns), key=lambda g: -len(g.calls)):

@@ -1,0 +1,121 @@
+"""Mixture of experts: the router and the experts' computation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from trivium.errors import ProgramError
+from trivium.ops.dense import ACTIVATIONS, apply_gate
+from trivium.ops.examples import ROWS, Array, Rng, normal, tolerances
+from trivium.ops.schema import Case, Shape, operator
+
+SCORINGS = ("softmax", "sigmoid", "softmax_topk")
+
+
+def _route_cases(rng: Rng) -> Iterator[Case]:
+    attrs: list[dict[str, Any]] = [
+        {"top_k": 2}, {"top_k": 3, "normalize": False, "scale": 2.5}, {"top_k": 4, "scoring": "softmax_topk"},
+        {"top_k": 3, "scoring": "sigmoid", "groups": 4, "top_groups": 2}, {"top_k": 2, "groups": 4, "top_groups": 3}, {"top_k": 1},
+    ]  # fmt: skip
+    for rows in ROWS:
+        yield from (Case((normal(rng, rows, 16), None), a) for a in attrs)
+        yield from (Case((normal(rng, rows, 16), normal(rng, 16) * 0.1), a) for a in attrs)
+
+
+def _infer_route(shapes: Sequence[Shape | None], attrs: Mapping[str, Any]) -> tuple[Shape, ...]:
+    tokens, experts = shapes[0] or (0, 0)
+    if attrs["scoring"] not in SCORINGS:
+        raise ProgramError(f"moe_route: no scoring is called {attrs['scoring']!r}; there are {', '.join(SCORINGS)}")
+    if (
+        not isinstance(experts, int)
+        or experts % attrs["groups"]
+        or attrs["top_k"] > experts * attrs["top_groups"] // attrs["groups"]
+    ):
+        raise ProgramError(f"moe_route: {attrs['top_k']} of {experts} experts in {attrs['groups']} groups don't fit together")
+    return (tokens, attrs["top_k"]), (tokens, attrs["top_k"])
+
+
+def _softmax(x: Array) -> Array:
+    e: Array = np.exp(x - x.max(axis=-1, keepdims=True))
+    return np.asarray(e / e.sum(axis=-1, keepdims=True))
+
+
+def _in_best_groups(choice: Array, scoring: str, groups: int, top_groups: int) -> Array:
+    """`choice` with -inf for all experts outside the best groups of each token."""
+    grouped = choice.reshape(len(choice), groups, -1)
+    best = -np.sort(-grouped, axis=-1)
+    worth = best[..., :2].sum(axis=-1) if scoring == "sigmoid" else best[..., 0]
+    kept = np.zeros(worth.shape, bool)
+    np.put_along_axis(kept, np.argsort(-worth, axis=-1, kind="stable")[:, :top_groups], True, axis=-1)
+    return np.asarray(np.where(kept[..., None], grouped, -np.inf).reshape(choice.shape))
+
+
+@operator(
+    "logits[tokens, experts], bias[experts]:weight? -> weights[tokens, top_k], ids[tokens, top_k]:int32",
+    cases=_route_cases,
+    tolerances=tolerances(),
+    infer=_infer_route,
+)
+def moe_route(
+    logits: Array, bias: Array | None = None, *, top_k: int, scoring: str = "softmax", normalize: bool = True, scale: float = 1.0,
+    groups: int = 1, top_groups: int = 1,
+) -> tuple[Array, Array]:  # fmt: skip
+    """The top_k experts of each token, best first (at equal scores the lower id), and their weights.
+
+    Scores p are softmax(logits), sigmoid(logits), or for softmax_topk the logits themselves. Experts are chosen by p + bias; their
+    weights come from p alone: p, divided by their sum if `normalize`, times `scale`; for softmax_topk the softmax over the chosen
+    logits, times `scale`. With groups > 1 the experts form equal consecutive groups and only the top_groups best are chosen
+    from; a group is worth its best p + bias (softmax; DeepSeek-V2) or the sum of its two best (sigmoid; DeepSeek-V3, 2024).
+    """
+    p = _softmax(logits) if scoring == "softmax" else ACTIVATIONS["sigmoid"](logits) if scoring == "sigmoid" else logits
+    choice = p if bias is None else p + bias
+    if groups > 1:
+        choice = _in_best_groups(choice, scoring, groups, top_groups)
+    ids = np.argsort(-choice, axis=-1, kind="stable")[:, :top_k]
+    weights = np.take_along_axis(p, ids, axis=-1)
+    if scoring == "softmax_topk":
+        weights = _softmax(weights)
+    elif normalize:
+        weights = weights / weights.sum(axis=-1, keepdims=True)
+    return weights * np.float32(scale), ids.astype(np.int32)
+
+
+def _experts_cases(rng: Rng) -> Iterator[Case]:
+    gpt_oss = {"limit": 1.5, "alpha": 1.702, "up_offset": 1.0}
+    for rows, (experts, top_k, hidden, inter) in zip(
+        ROWS, ((4, 1, 8, 12), (4, 2, 16, 5), (8, 3, 7, 16), (16, 4, 32, 24), (5, 2, 16, 33))
+    ):
+        ids = np.stack([rng.permutation(experts)[:top_k] for _ in range(rows)]).astype(np.int32)
+        weights = rng.uniform(0, 1, (rows, top_k)).astype(np.float32)
+        matrices = normal(rng, experts, inter, hidden), normal(rng, experts, inter, hidden), normal(rng, experts, hidden, inter)
+        biases = normal(rng, experts, inter), normal(rng, experts, inter), normal(rng, experts, hidden)
+        yield Case((normal(rng, rows, hidden), weights, ids, *matrices, None, None, None))
+        yield Case((normal(rng, rows, hidden), weights, ids, *matrices, *biases), gpt_oss if rows % 2 else {"kind": "gelu_tanh"})
+
+
+@operator(
+    "x[tokens, hidden], weights[tokens, top_k], ids[tokens, top_k]:int32, gate[experts, inter, hidden]:weight,"
+    " up[experts, inter, hidden]:weight, down[experts, hidden, inter]:weight, gate_bias[experts, inter]:weight?,"
+    " up_bias[experts, inter]:weight?, down_bias[experts, hidden]:weight? -> y[tokens, hidden]",
+    cases=_experts_cases,
+    tolerances=tolerances(16),
+)
+def moe_experts(
+    x: Array, weights: Array, ids: Array, gate: Array, up: Array, down: Array, gate_bias: Array | None = None,
+    up_bias: Array | None = None, down_bias: Array | None = None, *, kind: str = "silu", limit: float | None = None,
+    alpha: float = 1.0, up_offset: float = 0.0,
+) -> Array:  # fmt: skip
+    """y[t] = sum over j of weights[t, j] · expert ids[t, j] of x[t], where expert e is
+    down[e] · gated(gate[e]·x + gate_bias[e], up[e]·x + up_bias[e]) + down_bias[e], with the attributes of `gated`."""
+    y = np.zeros((x.shape[0], down.shape[1]), np.float32)
+    for e in np.unique(ids).tolist():
+        rows, choice = np.nonzero(ids == e)
+        g, u = x[rows] @ gate[e].T, x[rows] @ up[e].T
+        g, u = g if gate_bias is None else g + gate_bias[e], u if up_bias is None else u + up_bias[e]
+        out = apply_gate(g, u, kind, limit, alpha, up_offset) @ down[e].T
+        out = out if down_bias is None else out + down_bias[e]
+        np.add.at(y, rows, out * weights[rows, choice][:, None])
+    return y

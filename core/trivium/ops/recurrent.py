@@ -1,0 +1,102 @@
+"""Operators that carry a fixed-size state along each sequence: the gated delta rule and the short convolution."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from trivium.ops.dense import ACTIVATIONS
+from trivium.ops.examples import STEPS, Array, Rng, normal, recurrent_state, tolerances
+from trivium.ops.schema import Case, operator
+from trivium.ops.state import RecurrentState
+
+
+def spans(s: RecurrentState, query_starts: Array, context_lens: Array) -> Iterator[tuple[int, int, int, Array]]:
+    """(begin, end, page, first state) of every sequence that has tokens in the step."""
+    for i, context in enumerate(context_lens.tolist()):
+        begin, end, page = int(query_starts[i]), int(query_starts[i + 1]), int(s.table[i])
+        if begin < end:
+            yield begin, end, page, np.zeros_like(s.data[page]) if context == end - begin else s.data[page].copy()
+
+
+def _delta_cases(rng: Rng) -> Iterator[Case]:
+    for step, (heads, dk, dv) in zip(STEPS, ((1, 8, 8), (2, 16, 8), (3, 5, 7), (4, 16, 32), (2, 32, 16), (1, 4, 4))):
+        tokens = int(step.query_starts[-1])
+        q, k, v = (
+            normal(rng, tokens, heads, dk),
+            normal(rng, tokens, heads, dk) / np.float32(dk**0.5),
+            normal(rng, tokens, heads, dv),
+        )
+        g, beta = -rng.uniform(0, 1, (tokens, heads)).astype(np.float32), rng.uniform(0, 1, (tokens, heads)).astype(np.float32)
+        yield Case((q, k, v, g, beta, recurrent_state(rng, step, (heads, dk, dv)), *step), {"scale": dk**-0.5})
+
+
+@operator(
+    "q[tokens, heads, dk], k[tokens, heads, dk], v[tokens, heads, dv], g[tokens, heads], beta[tokens, heads], s:Recurrent,"
+    " query_starts[seqs+1]:int32, context_lens[seqs]:int32 -> y[tokens, heads, dv], s:Recurrent",
+    cases=_delta_cases,
+    tolerances=tolerances(10),
+)
+def gated_delta_rule(
+    q: Array,
+    k: Array,
+    v: Array,
+    g: Array,
+    beta: Array,
+    s: RecurrentState,
+    query_starts: Array,
+    context_lens: Array,
+    *,
+    scale: float,
+) -> tuple[Array, RecurrentState]:
+    """Linear attention with decay and overwriting; the state S of a head is [dk, dv], Recurrent((heads, dk, dv)).
+
+    Token by token: S = exp(g)·S; S = S + beta · k ⊗ (v - Sᵀk); y = scale · Sᵀq. A sequence whose context starts in this step
+    starts from zeros. q and k are used as they come (Yang et al., "Gated Delta Networks", 2024).
+    """
+    y = np.zeros_like(v)
+    for begin, end, page, state in spans(s, query_starts, context_lens):
+        for t in range(begin, end):
+            state = state * np.exp(g[t])[:, None, None]
+            missing = v[t] - np.einsum("hkv,hk->hv", state, k[t])
+            state = state + beta[t][:, None, None] * k[t][:, :, None] * missing[:, None, :]
+            y[t] = np.float32(scale) * np.einsum("hkv,hk->hv", state, q[t])
+        s.data[page] = state
+    return y, s
+
+
+def _conv_cases(rng: Rng) -> Iterator[Case]:
+    for step, (channels, width) in zip(STEPS, ((4, 4), (8, 3), (5, 4), (16, 2), (33, 4), (8, 3))):
+        x, weight = normal(rng, int(step.query_starts[-1]), channels), normal(rng, channels, width)
+        for bias, kind in ((None, None), (normal(rng, channels), "silu")):
+            yield Case((x, weight, bias, recurrent_state(rng, step, (width - 1, channels)), *step), {"kind": kind})
+
+
+@operator(
+    "x[tokens, channels], weight[channels, width]:weight, bias[channels]:weight?, s:Recurrent, query_starts[seqs+1]:int32,"
+    " context_lens[seqs]:int32 -> y[tokens, channels], s:Recurrent",
+    cases=_conv_cases,
+    tolerances=tolerances(2),
+)
+def short_conv(
+    x: Array,
+    weight: Array,
+    bias: Array | None,
+    s: RecurrentState,
+    query_starts: Array,
+    context_lens: Array,
+    *,
+    kind: str | None = None,
+) -> tuple[Array, RecurrentState]:
+    """Causal convolution of each channel along its sequence: y[t] = f(sum over i of weight[:, i] · x[t-width+1+i] + bias), f an
+    activation or none. The state is the last width-1 inputs, oldest first, Recurrent((width-1, channels)); before the beginning
+    of a sequence the inputs are zeros."""
+    y = np.zeros_like(x)
+    width = weight.shape[1]
+    for begin, end, page, past in spans(s, query_starts, context_lens):
+        inputs = np.concatenate([past, x[begin:end]])
+        y[begin:end] = sum(weight[:, i] * inputs[i : i + end - begin] for i in range(width))
+        s.data[page] = inputs[len(inputs) - width + 1 :]
+    y = y if bias is None else y + bias
+    return (y if kind is None else ACTIVATIONS[kind](y)), s
