@@ -1,1 +1,12 @@
-"""text."""
+"""Text in and out: tokenizers, incremental detokenisation, stop strings and chat templates.
+
+Importing this package loads neither `tokenizers` nor `jinja2`; the first tokenizer and the first rendered chat do.
+"""
+
+from __future__ import annotations
+
+from trivium.text.detokenizer import Detokenizer
+from trivium.text.stops import StopMatcher
+from trivium.text.tokenizer import Tokenizer
+
+__all__ = ["Detokenizer", "StopMatcher", "Tokenizer"]

@@ -1,0 +1,158 @@
+"""Chat messages to a prompt, through the model's Jinja template.
+
+Markers of special tokens that a user writes in a message ("<|im_start|>") reach the tokenizer like the template's own, as
+with Hugging Face tokenizers; who must tell them apart removes them from untrusted content first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jinja2 import nodes
+from jinja2.exceptions import TemplateError as JinjaError
+
+from trivium.errors import InvalidRequestError, TemplateError
+from trivium.text.sandbox import MAX_TEMPLATE, MAX_TEXT, Environment
+
+_ROLES = frozenset({"system", "user", "assistant", "tool", "developer", "function"})
+
+
+class ChatTemplate:
+    """A compiled template. `knows(word)`: the word is a string constant in it; `iterates`: it takes content as list of parts."""
+
+    def __init__(self, source: str) -> None:
+        if len(source) > MAX_TEMPLATE:
+            raise TemplateError(f"the chat template has more than {MAX_TEMPLATE} characters", param="chat_template")
+        environment = Environment()
+        try:
+            tree = environment.parse(source)
+            self._template = environment.from_string(source)
+        except Exception as error:  # jinja2 and the Python compiler raise many kinds for bad source
+            raise TemplateError(f"the chat template can't be compiled: {error}", param="chat_template") from error
+        self._words = {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}
+        self.iterates = _iterates_content(tree)
+
+    def knows(self, word: str) -> bool:
+        """Whether the template names `word`, for example a role."""
+        return word in self._words
+
+    def render(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
+        """The prompt for `messages`; TemplateError if the template refuses them or passes its bounds."""
+        pieces, size = [], 0
+        try:
+            for piece in self._template.generate(messages=prepare(messages, self), **variables):
+                size += len(piece)
+                if size > MAX_TEXT:
+                    raise JinjaError(f"it writes more than {MAX_TEXT} characters")
+                pieces.append(piece)
+        except InvalidRequestError:
+            raise
+        except JinjaError as error:
+            raise TemplateError(f"the chat template refuses the messages: {error.message}", param="messages") from error
+        except (Exception, RecursionError, MemoryError) as error:  # the template is a program: it may fail in any way
+            reason = f"{type(error).__name__}: {error}"
+            raise TemplateError(f"the chat template fails on these messages: {reason}", param="messages") from error
+        return "".join(pieces)
+
+
+def plain(value: Any, where: str) -> Any:
+    """A copy made of JSON types only, so that a template never sees an object with methods of its own."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value if type(value) in (type(None), bool, int, float, str) else _base(value)
+    if isinstance(value, Mapping):
+        return {str(key): plain(item, f"{where}.{key}") for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item, f"{where}[{i}]") for i, item in enumerate(value)]
+    raise _invalid(f"{where} is a {type(value).__name__}; messages and template arguments hold JSON values only")
+
+
+def _invalid(message: str) -> InvalidRequestError:
+    return InvalidRequestError(message, param="messages")
+
+
+def _base(value: Any) -> Any:
+    return next(kind(value) for kind in (int, float, str) if isinstance(value, kind))
+
+
+def prepare(messages: Sequence[Mapping[str, Any]], template: ChatTemplate) -> list[dict[str, Any]]:
+    """Messages as the template takes them; InvalidRequestError, with the place, for what no template could take.
+
+    Fields that are null are left out. Content parts are joined by a newline, unless the template iterates over content.
+    A developer message is a system message, unless the template knows the role; neighbours that become two system messages
+    so are one, joined by a blank line.
+    """
+    if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence) or not messages:
+        raise _invalid("messages must be a list of at least one message with role and content")
+    prepared: list[dict[str, Any]] = []
+    for i, message in enumerate(messages):
+        checked = _check(message, f"messages[{i}]", template)
+        renamed = checked["role"] == "developer" and not template.knows("developer")
+        checked["role"] = "system" if renamed else checked["role"]
+        before = prepared[-1] if prepared else {}
+        same = checked["role"] == before.get("role") == "system"
+        if same and "developer" in (messages[i]["role"], messages[i - 1]["role"]) and not template.knows("developer"):
+            before["content"] = _joined(before.get("content", ""), checked.get("content", ""))
+        else:
+            prepared.append(checked)
+    return prepared
+
+
+def _joined(first: Any, second: Any) -> Any:
+    if isinstance(first, str) and isinstance(second, str):
+        return f"{first}\n\n{second}"
+    parts = [[{"type": "text", "text": content}] if isinstance(content, str) else content for content in (first, second)]
+    return parts[0] + parts[1]
+
+
+def _check(message: Any, where: str, template: ChatTemplate) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise _invalid(f"{where} is a {type(message).__name__}; a message is an object with role and content")
+    role = message.get("role")
+    if not isinstance(role, str) or not (role in _ROLES or template.knows(role)):
+        raise _invalid(f"{where}.role is {role!r}; possible are {', '.join(sorted(_ROLES))}")
+    checked = {key: value for key, value in plain(message, where).items() if value is not None}
+    if "content" in checked:
+        checked["content"] = _content(checked["content"], f"{where}.content", template.iterates)
+    elif not checked.get("tool_calls"):
+        checked["content"] = ""
+    return checked
+
+
+def _content(content: Any, where: str, as_parts: bool) -> Any:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise _invalid(f"{where} must be text, null or a list of parts, not {type(content).__name__}")
+    texts = [_part_text(part, f"{where}[{i}]") for i, part in enumerate(content)]
+    return content if as_parts else "\n".join(texts)
+
+
+def _part_text(part: Any, where: str) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind != "text":
+        what = f"has the type {kind!r}" if kind else "has no type"
+        raise _invalid(f'{where} {what}; this model takes parts of the form {{"type": "text", "text": ...}}')
+    if not isinstance(part.get("text"), str):
+        raise _invalid(f"{where}.text must be a string")
+    text: str = part["text"]
+    return text
+
+
+def _iterates_content(tree: nodes.Template) -> bool:
+    """Whether some loop runs over a message's content: over `….content`, or over a name that stands for it."""
+    names = {"content"}
+    for assign in tree.find_all(nodes.Assign):
+        if _is_content(assign.node, names) and isinstance(assign.target, nodes.Name):
+            names.add(assign.target.name)
+    return any(_is_content(loop.iter, names) for loop in tree.find_all(nodes.For))
+
+
+def _is_content(node: nodes.Node | None, names: set[str]) -> bool:
+    while isinstance(node, nodes.Filter):
+        node = node.node
+    if isinstance(node, nodes.Getattr):
+        return node.attr == "content"
+    if isinstance(node, nodes.Getitem):
+        return isinstance(node.arg, nodes.Const) and node.arg.value == "content"
+    return isinstance(node, nodes.Name) and node.name in names

@@ -1,0 +1,50 @@
+"""Token ids to text, one at a time, in whole characters."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Set
+from typing import Protocol
+
+
+class Spelling(Protocol):
+    """What a Detokenizer needs to know of a tokenizer."""
+
+    strips_leading_space: bool
+
+    @property
+    def special_ids(self) -> Set[int]:
+        """Ids that are hidden from the reader by default."""
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """UTF-8 bytes of one token; a token may hold part of a character."""
+
+
+class Detokenizer:
+    """Incremental decoding of one sequence: all that `push` and `finish` return, joined, is `Tokenizer.decode` of all ids.
+
+    Work per token depends on that token only. Bytes that can still become a character are held; bytes that never can
+    become U+FFFD, once for each maximal broken piece (Unicode standard, 3.9, as Python's `errors="replace"`).
+    """
+
+    def __init__(self, tokenizer: Spelling, *, skip_special_tokens: bool = True) -> None:
+        self._tokenizer = tokenizer
+        self._hidden: Set[int] = tokenizer.special_ids if skip_special_tokens else frozenset()
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._at_start = tokenizer.strips_leading_space
+
+    def push(self, token_id: int) -> str:
+        """Text that is complete with this token; "" while a character is unfinished or the token is hidden."""
+        if token_id in self._hidden:
+            return ""
+        return self._trim(self._utf8.decode(self._tokenizer.token_bytes(token_id)))
+
+    def finish(self) -> str:
+        """The rest: U+FFFD if the sequence ends inside a character, else ""."""
+        return self._trim(self._utf8.decode(b"", final=True))
+
+    def _trim(self, text: str) -> str:
+        if text and self._at_start:
+            self._at_start = False
+            return text.removeprefix(" ")
+        return text

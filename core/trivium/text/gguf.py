@@ -1,0 +1,208 @@
+"""A tokenizer from the metadata of a GGUF file (keys `tokenizer.ggml.*`, GGUF specification)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from trivium.errors import CheckpointError, UnsupportedError
+from trivium.text.pretokenizers import WHOLE_WORDS_FIRST, splits
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+_BLANK = "\u2581"  # how SentencePiece writes a space
+_ROLES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding", "sep_token": "seperator"}
+_ENDS = ("eos", "eot", "eom")
+
+
+class TokenType(IntEnum):
+    """`tokenizer.ggml.token_type`."""
+
+    NORMAL = 1
+    UNKNOWN = 2
+    CONTROL = 3
+    USER_DEFINED = 4
+    UNUSED = 5
+    BYTE = 6
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """The metadata, checked: tokens and their types have equal length, ids lie inside."""
+
+    model: str
+    pre: str
+    tokens: list[str]
+    types: list[int]
+    scores: Sequence[float]
+    merges: list[tuple[str, str]]
+    ids: dict[str, int]
+    flags: dict[str, bool | None]
+
+    def named(self) -> dict[str, str]:
+        """Texts of the tokens that chat templates know by name, e.g. bos_token."""
+        return {role: self.tokens[self.ids[key]] for role, key in _ROLES.items() if key in self.ids}
+
+    def end_ids(self) -> set[int]:
+        """End of sequence, of turn and of message."""
+        return {self.ids[key] for key in _ENDS if key in self.ids}
+
+    def adds(self, which: str) -> bool:
+        """Whether a prompt gets the token `which` ("bos", "eos"): as the file says, else as its kind of vocabulary does."""
+        by_kind = which == "bos" and (self.model == "llama" or self.pre in WHOLE_WORDS_FIRST)
+        flag = self.flags[f"add_{which}_token"]
+        return which in self.ids and (by_kind if flag is None else flag)
+
+
+def read_vocabulary(metadata: Mapping[str, Any]) -> Vocabulary:
+    """Check the metadata; CheckpointError for what can't be true, UnsupportedError for kinds that generate no text."""
+    model = str(metadata.get("tokenizer.ggml.model", ""))
+    if model not in _BUILDERS:
+        raise UnsupportedError(
+            f"the file's tokenizer is of kind {model!r} (tokenizer.ggml.model); supported are {', '.join(_BUILDERS)}"
+        )
+    tokens = [str(token) for token in metadata.get("tokenizer.ggml.tokens", ())]
+    types = [int(kind) for kind in metadata.get("tokenizer.ggml.token_type", ())] or [int(TokenType.NORMAL)] * len(tokens)
+    scores = metadata.get("tokenizer.ggml.scores", None)
+    scores = [0.0] * len(tokens) if scores is None else scores
+    if not tokens or len(types) != len(tokens) or len(scores) != len(tokens):
+        counts = f"{len(tokens)} tokens, {len(types)} types and {len(scores)} scores"
+        raise CheckpointError(f"the file's tokenizer has {counts}; they must be equally many, and some")
+    keys = ("bos", "eos", "eot", "eom", "unknown", "padding", "seperator")
+    ids = {key: int(metadata[name]) for key in keys if (name := f"tokenizer.ggml.{key}_token_id") in metadata}
+    flags = {key: metadata.get(f"tokenizer.ggml.{key}") for key in ("add_bos_token", "add_eos_token", "add_space_prefix")}
+    for key, token_id in ids.items():
+        if not 0 <= token_id < len(tokens):
+            raise CheckpointError(f"the file's tokenizer says {key} is token {token_id}, but has {len(tokens)} tokens")
+    pre = str(metadata.get("tokenizer.ggml.pre", "default"))
+    return Vocabulary(model, pre, tokens, types, scores, _read_merges(metadata), ids, flags)
+
+
+def _read_merges(metadata: Mapping[str, Any]) -> list[tuple[str, str]]:
+    merges = []
+    for index, merge in enumerate(metadata.get("tokenizer.ggml.merges", ())):
+        left, _, right = merge.partition(" ")
+        if not left or not right or " " in right:
+            raise CheckpointError(f"merge {index} of the file's tokenizer is {merge!r}; expected are two parts and a blank between")
+        merges.append((left, right))
+    return merges
+
+
+def build(vocabulary: Vocabulary) -> Tokenizer:
+    """The tokenizer, with its control tokens special, its user-defined tokens added, and BOS/EOS as the file says."""
+    from tokenizers import AddedToken
+
+    try:
+        backend = _BUILDERS[vocabulary.model](vocabulary)
+    except UnsupportedError:
+        raise
+    except Exception as error:  # the tokenizers package raises plain Exception
+        raise CheckpointError(f"the file's tokenizer can't be built: {error}") from error
+    whole = (TokenType.CONTROL, TokenType.USER_DEFINED)
+    backend.add_tokens(
+        [
+            AddedToken(token, normalized=False, special=kind == TokenType.CONTROL)
+            for token, kind in zip(vocabulary.tokens, vocabulary.types)
+            if kind in whole and token and not (vocabulary.model != "gpt2" and not token.strip(" "))
+        ]
+    )
+    ends = [vocabulary.tokens[vocabulary.ids[which]] if vocabulary.adds(which) else None for which in ("bos", "eos")]
+    backend.post_processor = surround(backend, ends[0], ends[1])
+    return backend
+
+
+def surround(backend: Tokenizer, bos: str | None, eos: str | None) -> Any:
+    """A post-processor that puts `bos` before and `eos` after an encoded text, where they are given."""
+    from tokenizers.processors import TemplateProcessing
+
+    ends = [token for token in (bos, eos) if token is not None]
+    parts = ([bos] if bos else []) + ["$A"] + ([eos] if eos else [])
+    return TemplateProcessing(single=parts, special_tokens=[(token, backend.token_to_id(token)) for token in ends])
+
+
+def _byte_level(vocabulary: Vocabulary) -> Tokenizer:
+    from tokenizers import Regex, Tokenizer, decoders
+    from tokenizers.models import BPE
+    from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
+
+    vocab = {token: index for index, token in enumerate(vocabulary.tokens)}
+    cuts = [Split(Regex(pattern), behavior="isolated") for pattern in splits(vocabulary.pre)]
+    backend = Tokenizer(BPE(vocab=vocab, merges=vocabulary.merges, ignore_merges=vocabulary.pre in WHOLE_WORDS_FIRST))
+    prefix = bool(vocabulary.flags["add_space_prefix"])
+    backend.pre_tokenizer = Sequence([*cuts, ByteLevel(add_prefix_space=prefix, use_regex=False)])
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+def _sentencepiece(vocabulary: Vocabulary) -> Tokenizer:
+    from tokenizers import Tokenizer, decoders, normalizers
+    from tokenizers.models import BPE
+
+    tokens = [_BLANK * len(token) if token and not token.strip(" ") else token for token in vocabulary.tokens]
+    unknown = tokens[vocabulary.ids["unknown"]] if "unknown" in vocabulary.ids else None
+    merges = vocabulary.merges or derive_merges(tokens, vocabulary.types, vocabulary.scores)
+    vocab = {token: index for index, token in enumerate(tokens)}
+    backend = Tokenizer(BPE(vocab=vocab, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    prefix = vocabulary.model == "llama" and vocabulary.flags["add_space_prefix"] is not False
+    blanks = normalizers.Replace(" ", _BLANK)
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend(_BLANK), blanks]) if prefix else blanks
+    steps = [decoders.Replace(_BLANK, " "), decoders.ByteFallback(), decoders.Fuse()]
+    backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefix else steps)
+    return backend
+
+
+_BUILDERS = {"gpt2": _byte_level, "llama": _sentencepiece, "gemma4": _sentencepiece}
+
+
+def derive_merges(tokens: list[str], types: Sequence[int], scores: Sequence[float]) -> list[tuple[str, str]]:
+    """Merges that give a BPE model the ids of SentencePiece, which joins the neighbours whose union scores best.
+
+    A token yields one merge for each way to cut it into two tokens; best score first, user-defined tokens before all, as
+    SentencePiece takes those whole; cuts of one token by longest left part. A quarter of a million tokens have millions
+    of substrings, so substrings are looked up by 64-bit hashes: the sum of code * base^position, divided by base^start.
+    """
+    kinds = np.asarray(types)
+    usable = np.flatnonzero((kinds == TokenType.NORMAL) | (kinds == TokenType.USER_DEFINED))
+    user_defined = kinds[usable] == TokenType.USER_DEFINED
+    worst_first = usable[np.lexsort((usable, -np.asarray(scores, np.float64)[usable], ~user_defined))][::-1]
+    pieces = [token for index in worst_first.tolist() if (token := tokens[index])]
+    if not pieces:
+        return []
+    lengths = np.fromiter(map(len, pieces), np.int64, len(pieces))
+    ends = np.cumsum(lengths)
+    starts = ends - lengths
+    substring_hash = _substring_hasher("".join(pieces))
+    whole = substring_hash(starts, ends)
+    order = np.argsort(whole)
+    known = whole[order]
+
+    def find(hashes: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        places = np.minimum(np.searchsorted(known, hashes), len(known) - 1)
+        return np.where(known[places] == hashes, order[places], -1)
+
+    owner = np.repeat(np.arange(len(pieces)), lengths)
+    cuts = np.arange(len(owner))
+    inner = cuts != starts[owner]
+    owner, cuts = owner[inner], cuts[inner]
+    left = find(substring_hash(starts[owner], cuts))
+    owner, cuts, left = (array[left >= 0] for array in (owner, cuts, left))
+    right = find(substring_hash(cuts, ends[owner]))
+    pairs = zip(left[right >= 0][::-1].tolist(), right[right >= 0][::-1].tolist())
+    return [(pieces[first], pieces[second]) for first, second in pairs]
+
+
+def _substring_hasher(text: str) -> Any:
+    """Returns f(starts, ends) -> uint64 hashes of text[start:end], all at once; equal substrings have equal hashes."""
+    base = 0x9E3779B97F4A7C15  # odd, so it has an inverse modulo 2^64
+    codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32).astype(np.uint64)
+    codes = (codes + np.uint64(1)) * np.uint64(0xD6E8FEB86659FD93)
+    codes ^= codes >> np.uint64(32)
+    powers = np.cumprod(np.full(len(codes), base, np.uint64))
+    inverse = np.concatenate([[np.uint64(1)], np.cumprod(np.full(len(codes), pow(base, -1, 2**64), np.uint64))])
+    sums = np.concatenate([[np.uint64(0)], np.cumsum(codes * powers)])
+    return lambda starts, ends: (sums[ends] - sums[starts]) * inverse[starts]

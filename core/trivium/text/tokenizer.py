@@ -1,0 +1,260 @@
+"""Text to token ids and back, for every kind of tokenizer a checkpoint may carry."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from trivium.errors import CheckpointError, InvalidRequestError, TemplateError, UnsupportedError
+from trivium.text import gguf
+from trivium.text.detokenizer import Detokenizer
+
+if TYPE_CHECKING:
+    import tokenizers
+
+    from trivium.text.chat import ChatTemplate
+
+_ROLES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+_TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>", "<|return|>", "<|call|>", "<|endoftext|>")
+
+
+class Tokenizer:
+    """One model's tokenizer.
+
+    `vocab_size` is the largest id + 1; `bos_id` is None where there is none; `eos_ids` are the ids that end an answer: the
+    tokenizer's own end of sequence, turn and message, and special tokens that are known to end a turn; `special_ids` are the
+    ids that `decode` hides by default.
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        vocab_size: int,
+        named: Mapping[str, str],
+        end_ids: set[int] | None = None,
+        templates: Mapping[str, str] | None = None,
+    ) -> None:
+        self._backend = backend
+        self._bytes: dict[int, bytes] = {}
+        self._added = {index: token.content for index, token in backend.get_added_tokens_decoder().items()}
+        self._compiled: dict[str, ChatTemplate] = {}
+        self._templates = dict(templates or {})
+        self._spelling = _Spelling.of(backend)
+        self.named_tokens = dict(named)
+        self.vocab_size = vocab_size
+        self.special_ids = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
+        self.bos_id = backend.token_to_id(named["bos_token"]) if "bos_token" in named else None
+        self.eos_ids = frozenset((end_ids or set()) | self._turn_ends())
+        self.strips_leading_space = self._spelling.strips
+        self.chat_template = self._templates.get("default")
+
+    @classmethod
+    def from_data(cls, data: Mapping[str, Any]) -> Tokenizer:
+        """A tokenizer from what `Checkpoint.tokenizer_data()` returns: kind "json" or "gguf".
+
+        Raises CheckpointError for damaged data and UnsupportedError for a kind that is not known.
+        """
+        if data["kind"] == "json":
+            return cls._from_json(data["tokenizer_json"], data.get("config") or {}, data.get("chat_template"))
+        return cls._from_gguf(data["metadata"], data.get("chat_template"))
+
+    @classmethod
+    def _from_gguf(cls, metadata: Mapping[str, Any], template: str | None) -> Tokenizer:
+        vocabulary = gguf.read_vocabulary(metadata)
+        prefix = "tokenizer.chat_template."
+        templates = {key.removeprefix(prefix): str(text) for key, text in metadata.items() if key.startswith(prefix)}
+        default = template or metadata.get("tokenizer.chat_template")
+        return cls(
+            gguf.build(vocabulary),
+            vocab_size=len(vocabulary.tokens),
+            named=vocabulary.named(),
+            end_ids=vocabulary.end_ids(),
+            templates=templates | ({"default": str(default)} if default else {}),
+        )
+
+    @classmethod
+    def _from_json(cls, text: str, config: Mapping[str, Any], template: str | None) -> Tokenizer:
+        import tokenizers
+
+        try:
+            backend = tokenizers.Tokenizer.from_str(text)
+        except Exception as error:  # the package raises plain Exception
+            raise CheckpointError(f"tokenizer.json can't be read: {error}") from error
+        backend.no_truncation()
+        backend.no_padding()
+        named = {role: token for role in _ROLES if (token := _content(config.get(role)))}
+        named = {role: token for role, token in named.items() if backend.token_to_id(token) is not None}
+        _add_configured_tokens(backend, config, named)
+        if "add_bos_token" in config or "add_eos_token" in config or backend.post_processor is None:
+            ends = [named.get(role) if config.get(f"add_{role}") else None for role in ("bos_token", "eos_token")]
+            backend.post_processor = gguf.surround(backend, ends[0], ends[1])
+        end_id = backend.token_to_id(named["eos_token"]) if "eos_token" in named else None
+        return cls(
+            backend,
+            vocab_size=max(backend.get_vocab().values(), default=-1) + 1,
+            named=named,
+            end_ids=set() if end_id is None else {end_id},
+            templates=_templates(config.get("chat_template"), template),
+        )
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`. Special tokens written in the text become their ids, as with Hugging Face tokenizers.
+
+        With `add_special_tokens`, BOS and EOS are put around it where the model wants them; a text that already begins with
+        BOS gets no second one. InvalidRequestError for what is not Unicode text (a lone surrogate, bytes).
+        """
+        if not isinstance(text, str):
+            raise InvalidRequestError(f"a prompt is text (str), not {type(text).__name__}", param="prompt")
+        try:
+            ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except (UnicodeEncodeError, TypeError) as error:
+            place = next((i for i, char in enumerate(text) if "\ud800" <= char <= "\udfff"), 0)
+            raise InvalidRequestError(
+                f"the text is not valid Unicode: character {place} is half of a surrogate pair ({text[place]!a}); "
+                "replace it, for example by U+FFFD",
+                param="prompt",
+            ) from error
+        if add_special_tokens and self.bos_id is not None and ids[:2] == [self.bos_id] * 2:
+            return ids[1:]
+        return ids
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of `ids`, nothing added between tokens; bytes that form no character become U+FFFD."""
+        stream = Detokenizer(self, skip_special_tokens=skip_special_tokens)
+        return "".join([stream.push(token_id) for token_id in ids]) + stream.finish()
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """UTF-8 bytes that a token stands for, a leading blank included; b"" for an id without a token."""
+        known = self._bytes.get(token_id)
+        if known is None:
+            known = self._bytes[token_id] = self._spell(token_id)
+        return known
+
+    def token_text(self, token_id: int) -> str:
+        """Readable form of one token alone; U+FFFD for bytes that are no whole character."""
+        return self.token_bytes(token_id).decode("utf-8", "replace")
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        template: str | None = None,
+        **kwargs: Any,
+    ) -> str:
+        """The prompt text that the chat template makes of `messages`.
+
+        `template` is Jinja source, or the name of one of the model's own templates; by default the model's, its "tool_use"
+        one when there are tools. `kwargs` are handed to the template. Raises TemplateError and InvalidRequestError.
+        """
+        from trivium.text.chat import plain
+
+        variables = {**self.named_tokens, "documents": None, **kwargs, "tools": list(tools) if tools is not None else None}
+        return self._chat_template(template, bool(tools)).render(
+            messages, plain(variables, "template arguments") | {"add_generation_prompt": add_generation_prompt}
+        )
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **kwargs: Any) -> list[int]:
+        """Token ids of `render_chat(messages, **kwargs)`; BOS is the template's business, so none is added."""
+        return self.encode(self.render_chat(messages, **kwargs), add_special_tokens=False)
+
+    def _chat_template(self, template: str | None, with_tools: bool) -> ChatTemplate:
+        from trivium.text.chat import ChatTemplate
+
+        name = "tool_use" if with_tools and "tool_use" in self._templates else "default"
+        source = self._templates.get(template or name, template)
+        if source is None:
+            raise TemplateError(
+                "the model has no chat template, so it may not be made for chat: give it plain text (generate), "
+                "or pass a Jinja chat template",
+                param="chat_template",
+            )
+        if source not in self._compiled:
+            compiled = ChatTemplate(source)
+            self._compiled = dict([*self._compiled.items(), (source, compiled)][-8:])
+        return self._compiled[source]
+
+    def _spell(self, token_id: int) -> bytes:
+        if not 0 <= token_id < self.vocab_size:
+            raise InvalidRequestError(f"token id {token_id} is outside the vocabulary; ids are 0 to {self.vocab_size - 1}")
+        return self._spelling.spell(self._backend.id_to_token(int(token_id)) or "", added=token_id in self._added)
+
+    def _turn_ends(self) -> set[int]:
+        ids = {text: i for i, text in self._added.items() if i in self.special_ids and text in _TURN_ENDS}
+        if "<|return|>" in ids:  # there <|end|> only separates the messages of one answer
+            ids.pop("<|end|>", None)
+        return set(ids.values())
+
+
+def _content(token: Any) -> str | None:
+    return token.get("content") if isinstance(token, Mapping) else token
+
+
+def _templates(configured: Any, template: str | None) -> dict[str, str]:
+    named = {entry["name"]: entry["template"] for entry in configured} if isinstance(configured, list) else {}
+    default = template or (configured if isinstance(configured, str) else None)
+    return named | ({"default": default} if default else {})
+
+
+def _add_configured_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any], named: Mapping[str, str]) -> None:
+    """Added and special tokens that only tokenizer_config.json names; such without an id in the vocabulary stay unknown."""
+    from tokenizers import AddedToken
+
+    extra = [*config.get("additional_special_tokens", ()), *config.get("extra_special_tokens", ())]
+    special: dict[str, Any] = {"special": True, "normalized": False}
+    wanted = {content: special for token in [*named.values(), *extra] if (content := _content(token))}
+    fields = ("special", "normalized", "lstrip", "rstrip", "single_word")
+    for entry in config.get("added_tokens_decoder", {}).values():
+        wanted[entry["content"]] = {key: entry[key] for key in fields if key in entry}
+    present = {token.content: token.special for token in backend.get_added_tokens_decoder().values()}
+    missing = [
+        AddedToken(content, **how)
+        for content, how in wanted.items()
+        if backend.token_to_id(content) is not None and (content not in present or how.get("special", False) > present[content])
+    ]
+    backend.add_tokens(missing)
+
+
+class _Spelling:
+    """How a tokenizer writes bytes as token text, read from its decoder."""
+
+    def __init__(self, steps: Sequence[Mapping[str, Any]]) -> None:
+        kinds = {step["type"] for step in steps}
+        unknown = kinds - {"ByteLevel", "Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}
+        if unknown or not kinds:
+            raise UnsupportedError(
+                f"the tokenizer's decoder ({', '.join(sorted(kinds)) or 'none'}) is not supported; "
+                "supported are byte-level and SentencePiece-like ones"
+            )
+        self._bytes = _byte_alphabet() if "ByteLevel" in kinds else None
+        self._fallback = "ByteFallback" in kinds
+        self._replace = [(step["pattern"]["String"], step["content"]) for step in steps if step["type"] == "Replace"]
+        blanks = [step for step in steps if step["type"] == "Metaspace"]
+        self._replace += [(step["replacement"], " ") for step in blanks]
+        self.strips = any(step["type"] == "Strip" and step["start"] > 0 for step in steps)
+        self.strips |= any(step.get("prepend_scheme", "always") != "never" for step in blanks)
+
+    @classmethod
+    def of(cls, backend: tokenizers.Tokenizer) -> _Spelling:
+        state: dict[str, Any] = json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else {}
+        return cls(state.get("decoders", [state] if state else []))
+
+    def spell(self, token: str, *, added: bool) -> bytes:
+        if self._bytes is not None:
+            whole = not added and all(char in self._bytes for char in token)
+            return bytes(self._bytes[char] for char in token) if whole else token.encode()
+        if self._fallback and len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+            return bytes.fromhex(token[3:5])
+        for old, new in self._replace:
+            token = token.replace(old, new)
+        return token.encode()
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The printable stand-ins of byte-level BPE (GPT-2): printable Latin-1 stands for itself, the rest for U+0100 onwards."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    rest = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(rest)}
