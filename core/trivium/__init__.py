@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from trivium import errors
     from trivium.api import LLM, AsyncLLM
-    from trivium.engine import CompletionOutput, RequestMetrics, RequestOutput
+    from trivium.engine import CompletionOutput, Metrics, RequestOutput
     from trivium.sampling import SamplingParams
 
 __version__ = "0.1.0"
@@ -25,10 +25,10 @@ _HOMES = {
     "SamplingParams": "trivium.sampling",
     "RequestOutput": "trivium.engine",
     "CompletionOutput": "trivium.engine",
-    "RequestMetrics": "trivium.engine",
+    "Metrics": "trivium.engine",
     "errors": "trivium.errors",
 }
-__all__ = ["LLM", "AsyncLLM", "CompletionOutput", "RequestMetrics", "RequestOutput", "SamplingParams", "__version__", "errors"]
+__all__ = ["LLM", "AsyncLLM", "CompletionOutput", "Metrics", "RequestOutput", "SamplingParams", "__version__", "errors"]
 
 
 def __getattr__(name: str) -> Any:

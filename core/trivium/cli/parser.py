@@ -23,7 +23,7 @@ class Parser(argparse.ArgumentParser):
     """argparse without abbreviations, which raises UsageError instead of printing the usage and leaving."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options, allow_abbrev=False)
+        super().__init__(*args, **{**options, "allow_abbrev": False})
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{self.prog}: {message} (see {self.prog} --help)")
@@ -98,8 +98,10 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 
 def load_options(args: argparse.Namespace) -> dict[str, Any]:
     """The keyword arguments of LLM that add_model() collected."""
-    names = ("backend", "dtype", "quantize", "threads", "block_size", "num_kv_blocks", "max_num_seqs")
-    names += ("max_num_batched_tokens", "max_model_len", "strict")
+    names = (
+        "backend", "dtype", "quantize", "threads", "block_size", "num_kv_blocks", "max_num_seqs", "max_num_batched_tokens",
+        "max_model_len", "strict",
+    )  # fmt: skip
     return {**{name: getattr(args, name) for name in names}, "backend_options": dict(args.option or ())}
 
 

@@ -1,0 +1,265 @@
+"""LLM and AsyncLLM: a loaded model that answers prompts and chats."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import weakref
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from typing import Any, cast
+
+from tqdm import tqdm
+
+from trivium.engine import AsyncEngine, Engine, EngineConfig, RequestOutput
+from trivium.engine.loader import LoadOptions, load
+from trivium.errors import InvalidRequestError
+from trivium.sampling import SamplingParams
+
+Prompt = str | Sequence[int]
+"""A text, or token ids."""
+Message = Mapping[str, Any]
+"""{"role": ..., "content": ...}."""
+Params = SamplingParams | Sequence[SamplingParams] | None
+"""For all prompts, one for each, or None: the model's own (see default_params)."""
+_Request = tuple[list[int], SamplingParams]
+
+
+class _Opened:
+    """What LLM and AsyncLLM share: loading, tokens of prompts and chats, default parameters, the end."""
+
+    def __init__(
+        self,
+        model: str,
+        backend: str = "auto",
+        *,
+        dtype: str = "auto",
+        quantize: str | None = None,
+        kv_dtype: str = "auto",
+        block_size: int | None = None,
+        num_kv_blocks: int | None = None,
+        max_num_seqs: int = 64,
+        max_num_batched_tokens: int = 512,
+        max_model_len: int | None = None,
+        enable_prefix_caching: bool = True,
+        strict: bool = False,
+        seed: int | None = None,
+        threads: int | None = None,
+        backend_options: Mapping[str, Any] | None = None,
+        progress: bool = True,
+    ) -> None:
+        """Loads a model; raises a TriviumError that says what was asked, what is possible and what to do.
+
+        model: a folder or .gguf file, hf:ORG/NAME, modelscope:ORG/NAME, pypi:PACKAGE, or an alias. backend: "auto" or a name that
+        `trivium backends` lists, with ":INDEX" for one of its devices. dtype, quantize, kv_dtype: resident formats; "auto" = the
+        best that loses nothing. block_size, num_kv_blocks: tokens a page and pages of the KV cache. max_num_seqs,
+        max_num_batched_tokens: limits of one step. max_model_len: prompt and output together. strict: refuse instead of running
+        on the host what the backend lacks. seed: makes requests without a seed repeat from run to run. threads and
+        backend_options go to the backend, which refuses what it does not know. progress: bars, if standard error is a terminal.
+        """
+        own = dict(backend_options or {}) | ({} if threads is None else {"threads": threads})
+        options = LoadOptions(
+            dtype=dtype, quantize=quantize, kv_dtype=kv_dtype, block_size=block_size, num_kv_blocks=num_kv_blocks,
+            max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, max_model_len=max_model_len,
+            strict=strict, backend_options=own,
+        )  # fmt: skip
+        config = EngineConfig(max_num_seqs, max_num_batched_tokens, enable_prefix_caching, seed)
+        with _bar(progress) as report:
+            self.loaded = load(str(model), backend, options, progress=report)
+        self.tokenizer = self.loaded.tokenizer
+        self.engine = Engine(self.loaded, self.tokenizer, config)
+        self._finalizer = weakref.finalize(self, _shut, [*self._start(), self.loaded.session.close])
+
+    def _start(self) -> list[Callable[[], None]]:
+        """What must be set up once the engine stands; returns what must be closed before the session."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Gives the memory back. Nothing but close() may be called afterwards."""
+        self._finalizer()
+
+    def default_params(self, **fields: Any) -> SamplingParams:
+        """The model's own sampling parameters (its generation config; greedy if that does not ask for sampling), with `fields`."""
+        return SamplingParams.from_config(self.loaded.generation_config, **fields)
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt: a text gets the special tokens that the model wants, ids stay as they are."""
+        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+
+    def encode_chat(self, messages: Sequence[Message], **template: Any) -> list[int]:
+        """Token ids of a chat under the model's template. `template`: tools, add_generation_prompt, or what the template knows."""
+        return self.tokenizer.encode_chat(list(messages), **template)
+
+    def _request(self, prompt: Prompt | Sequence[Message], params: SamplingParams | None, template: Mapping[str, Any]) -> _Request:
+        chat = not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
+        ids = self.encode_chat(cast(Sequence[Message], prompt), **template) if chat else self.encode(cast(Prompt, prompt))
+        return ids, self.default_params() if params is None else params
+
+    def _prompts(self, prompts: Prompt | Sequence[Prompt], params: Params) -> list[_Request]:
+        if not hasattr(prompts, "__len__") or isinstance(prompts, Mapping):
+            message = f"prompts must be a text, a list of token ids, or a list of these, not {type(prompts).__name__}"
+            raise InvalidRequestError(message, param="prompt")
+        single = isinstance(prompts, str) or (len(prompts) > 0 and not hasattr(prompts[0], "__len__"))
+        return self._paired([self.encode(cast(Prompt, p)) for p in ([prompts] if single else prompts)], params)
+
+    def _chats(
+        self, messages: Sequence[Message] | Sequence[Sequence[Message]], params: Params, template: Mapping[str, Any]
+    ) -> list[_Request]:
+        chats: Any = [messages] if len(messages) == 0 or isinstance(messages[0], Mapping) else messages
+        return self._paired([self.encode_chat(chat, **template) for chat in chats], params)
+
+    def _paired(self, prompts: list[list[int]], params: Params) -> list[_Request]:
+        each = self.default_params() if params is None else params
+        each = [each] * len(prompts) if isinstance(each, SamplingParams) else list(each)
+        if len(each) != len(prompts):
+            message = f"{len(prompts)} prompts came with {len(each)} SamplingParams; give one for all or one for each"
+            raise InvalidRequestError(message, param="sampling_params")
+        return list(zip(prompts, each, strict=True))
+
+
+class LLM(_Opened):
+    """A loaded model. A context manager; threads may share it (one steps at a time, for all)."""
+
+    def _start(self) -> list[Callable[[], None]]:
+        self._lock = threading.RLock()
+        self._inbox: dict[int, deque[RequestOutput]] = {}
+        return []
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def generate(self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None) -> list[RequestOutput]:
+        """Completes prompts (texts or lists of token ids, one or many), in one batch; outputs in the order of the prompts.
+
+        A bad request is refused before any has run (InvalidRequestError and its kin). One that fails later ends with
+        finish_reason "error" and its `error` set, and the others go on; if all fail, the first error is raised.
+        """
+        return self._complete(self._prompts(prompts, sampling_params))
+
+    def chat(
+        self, messages: Sequence[Message] | Sequence[Sequence[Message]], sampling_params: Params = None, **template: Any
+    ) -> list[RequestOutput]:
+        """As generate(), for one chat or several. `template`: see encode_chat. TemplateError if the model has no template."""
+        return self._complete(self._chats(messages, sampling_params, template))
+
+    def stream(
+        self, prompt: Prompt | Sequence[Message], sampling_params: SamplingParams | None = None, **template: Any
+    ) -> Iterator[RequestOutput]:
+        """One prompt or chat, token by token: each RequestOutput holds what is new; the last has finished=True and the metrics.
+        Closing the iterator aborts the request."""
+        number = self._add(*self._request(prompt, sampling_params, template), stream=True)
+        try:
+            while True:
+                output = self._next(number)
+                yield output
+                if output.error is not None:
+                    raise output.error
+                if output.finished:
+                    return
+        finally:
+            self._drop(number)
+
+    def _complete(self, requests: Sequence[_Request]) -> list[RequestOutput]:
+        numbers: list[int] = []
+        try:
+            for ids, params in requests:
+                numbers.append(self._add(ids, params))
+            return _checked([self._next(number) for number in numbers])
+        finally:
+            for number in numbers:
+                self._drop(number)
+
+    def _add(self, ids: list[int], params: SamplingParams, *, stream: bool = False) -> int:
+        if not self._finalizer.alive:
+            raise InvalidRequestError("this model was closed; load it again")
+        with self._lock:
+            number = self.engine.add_request(ids, params, stream=stream)
+            self._inbox[number] = deque()
+            return number
+
+    def _next(self, number: int) -> RequestOutput:
+        while True:
+            with self._lock:
+                if self._inbox[number]:
+                    return self._inbox[number].popleft()
+                for output in self.engine.step():
+                    self._inbox[output.request_id].append(output)
+
+    def _drop(self, number: int) -> None:
+        with self._lock:
+            del self._inbox[number]
+            self.engine.abort(number)
+
+
+class AsyncLLM(_Opened):
+    """A loaded model for asyncio: its engine steps in a thread of its own, requests come and go. An async context manager."""
+
+    def _start(self) -> list[Callable[[], None]]:
+        self.async_engine = AsyncEngine(self.engine)
+        return [self.async_engine.close]
+
+    async def __aenter__(self) -> AsyncLLM:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await asyncio.to_thread(self.close)
+
+    async def generate(self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None) -> list[RequestOutput]:
+        """As LLM.generate; cancelling the task aborts the requests."""
+        return await self._complete(self._prompts(prompts, sampling_params))
+
+    async def chat(
+        self, messages: Sequence[Message] | Sequence[Sequence[Message]], sampling_params: Params = None, **template: Any
+    ) -> list[RequestOutput]:
+        """As LLM.chat."""
+        return await self._complete(self._chats(messages, sampling_params, template))
+
+    async def stream(
+        self, prompt: Prompt | Sequence[Message], sampling_params: SamplingParams | None = None, **template: Any
+    ) -> AsyncIterator[RequestOutput]:
+        """As LLM.stream; closing the iterator or cancelling its task aborts the request."""
+        news = self.async_engine.stream(*self._request(prompt, sampling_params, template))
+        async with contextlib.aclosing(cast(Any, news)):
+            async for output in news:
+                yield output
+                if output.error is not None:
+                    raise output.error
+
+    async def _complete(self, requests: Sequence[_Request]) -> list[RequestOutput]:
+        tasks = [asyncio.ensure_future(self.async_engine.generate(ids, params)) for ids, params in requests]
+        try:
+            return _checked(list(await asyncio.gather(*tasks)))
+        finally:
+            for task in tasks:
+                task.cancel()
+
+
+def _checked(outputs: list[RequestOutput]) -> list[RequestOutput]:
+    errors = [output.error for output in outputs if output.error is not None]
+    if errors and len(errors) == len(outputs):
+        raise errors[0]
+    return outputs
+
+
+def _shut(closers: Sequence[Callable[[], None]]) -> None:
+    for close in closers:
+        close()
+
+
+@contextlib.contextmanager
+def _bar(show: bool) -> Iterator[Callable[[int, int], None] | None]:
+    """A progress bar over the bytes of the weights; nothing where standard error is no terminal."""
+    if not show:
+        yield None
+        return
+    with tqdm(unit="B", unit_scale=True, desc="loading", leave=False, disable=None) as bar:
+
+        def report(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        yield report
