@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 _BLANK = "\u2581"  # how SentencePiece writes a space
 _ROLES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding", "sep_token": "seperator"}
 _ENDS = ("eos", "eot", "eom")
+_Array = np.ndarray[Any, np.dtype[Any]]
 
 
 class TokenType(IntEnum):
@@ -163,46 +164,57 @@ def derive_merges(tokens: list[str], types: Sequence[int], scores: Sequence[floa
     """Merges that give a BPE model the ids of SentencePiece, which joins the neighbours whose union scores best.
 
     A token yields one merge for each way to cut it into two tokens; best score first, user-defined tokens before all, as
-    SentencePiece takes those whole; cuts of one token by longest left part. A quarter of a million tokens have millions
-    of substrings, so substrings are looked up by 64-bit hashes: the sum of code * base^position, divided by base^start.
+    SentencePiece takes those whole; cuts of one token by longest left part. A quarter of a million tokens have more than a
+    million cuts, so all are looked up at once, by 64-bit hashes of substrings.
     """
     kinds = np.asarray(types)
     usable = np.flatnonzero((kinds == TokenType.NORMAL) | (kinds == TokenType.USER_DEFINED))
     user_defined = kinds[usable] == TokenType.USER_DEFINED
     worst_first = usable[np.lexsort((usable, -np.asarray(scores, np.float64)[usable], ~user_defined))][::-1]
-    pieces = [token for index in worst_first.tolist() if (token := tokens[index])]
-    if not pieces:
-        return []
+    pieces = np.array([token for index in worst_first.tolist() if (token := tokens[index])], object)
     lengths = np.fromiter(map(len, pieces), np.int64, len(pieces))
     ends = np.cumsum(lengths)
     starts = ends - lengths
-    substring_hash = _substring_hasher("".join(pieces))
-    whole = substring_hash(starts, ends)
-    order = np.argsort(whole)
-    known = whole[order]
-
-    def find(hashes: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        places = np.minimum(np.searchsorted(known, hashes), len(known) - 1)
-        return np.where(known[places] == hashes, order[places], -1)
-
+    hashes = _substring_hasher("".join(pieces))
+    find = _finder(hashes(starts, ends))
     owner = np.repeat(np.arange(len(pieces)), lengths)
     cuts = np.arange(len(owner))
-    inner = cuts != starts[owner]
-    owner, cuts = owner[inner], cuts[inner]
-    left = find(substring_hash(starts[owner], cuts))
-    owner, cuts, left = (array[left >= 0] for array in (owner, cuts, left))
-    right = find(substring_hash(cuts, ends[owner]))
-    pairs = zip(left[right >= 0][::-1].tolist(), right[right >= 0][::-1].tolist())
-    return [(pieces[first], pieces[second]) for first, second in pairs]
+    owner, cuts = owner[cuts != starts[owner]], cuts[cuts != starts[owner]]
+    left, right = find(hashes(starts[owner], cuts)), find(hashes(cuts, ends[owner]))
+    both = np.flatnonzero((left >= 0) & (right >= 0))[::-1]
+    return list(zip(pieces[left[both]].tolist(), pieces[right[both]].tolist()))
 
 
-def _substring_hasher(text: str) -> Any:
-    """Returns f(starts, ends) -> uint64 hashes of text[start:end], all at once; equal substrings have equal hashes."""
+def _substring_hasher(text: str) -> Callable[[_Array, _Array], _Array]:
+    """f(starts, ends) -> uint64 hashes of text[start:end]: the sum of code * base^position, divided by base^start."""
     base = 0x9E3779B97F4A7C15  # odd, so it has an inverse modulo 2^64
     codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32).astype(np.uint64)
     codes = (codes + np.uint64(1)) * np.uint64(0xD6E8FEB86659FD93)
     codes ^= codes >> np.uint64(32)
     powers = np.cumprod(np.full(len(codes), base, np.uint64))
-    inverse = np.concatenate([[np.uint64(1)], np.cumprod(np.full(len(codes), pow(base, -1, 2**64), np.uint64))])
-    sums = np.concatenate([[np.uint64(0)], np.cumsum(codes * powers)])
+    inverse = np.cumprod(np.append(np.uint64(1), np.full(len(codes), pow(base, -1, 2**64), np.uint64)))
+    sums = np.append(np.uint64(0), np.cumsum(codes * powers))
     return lambda starts, ends: (sums[ends] - sums[starts]) * inverse[starts]
+
+
+def _finder(known: _Array) -> Callable[[_Array], _Array]:
+    """f(hashes) -> index of each in `known`, or -1: hash tables without chains, each for what found no room in the last."""
+    bits = len(known).bit_length() + 2
+    tables: list[tuple[np.uint64, _Array]] = []
+    homeless = np.arange(len(known))
+    while len(homeless) and len(tables) < 64:  # equal hashes need a table each; so many are no vocabulary
+        factor = np.uint64(2 * len(tables) + 1)
+        slots = known[homeless] * factor >> np.uint64(64 - bits)
+        table = np.zeros(1 << bits, np.int64)
+        table[slots] = homeless
+        homeless = homeless[table[slots] != homeless]
+        tables.append((factor, table))
+
+    def find(hashes: _Array) -> _Array:
+        found = np.full(len(hashes), -1)
+        for factor, table in tables:
+            index = table[hashes * factor >> np.uint64(64 - bits)]
+            np.copyto(found, index, where=known[index] == hashes)
+        return found
+
+    return find
