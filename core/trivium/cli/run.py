@@ -1,0 +1,163 @@
+"""`trivium run`: one answer, or an interactive chat that streams and survives Ctrl-C."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import signal
+import sys
+import threading
+from typing import TYPE_CHECKING, Any
+
+from trivium.cli.parser import UsageError, add_model, load_options, number
+
+if TYPE_CHECKING:
+    from trivium.api import LLM
+    from trivium.engine import RequestOutput
+    from trivium.sampling import SamplingParams
+
+SEED = 0
+HELP = "/help: this list; /clear: forget the conversation; /bye: leave (or Ctrl-D); Ctrl-C: stop the answer"
+
+
+def add_run(parser: argparse.ArgumentParser) -> None:
+    """The options of `trivium run`."""
+    add_model(parser)
+    parser.add_argument("prompt", metavar="PROMPT", nargs="?", help="without one: an interactive chat")
+    group = parser.add_argument_group(
+        "answering",
+        "By default the model's own generation config decides (greedy where it does not ask for sampling), with a fixed seed: "
+        "the same command gives the same answer.",
+    )
+    group.add_argument("--system", metavar="TEXT", help="system message of the chat")
+    group.add_argument("--raw", action="store_true", help="continue the text as it is, without the model's chat template")
+    group.add_argument("--max-tokens", type=number(int, 1), default=512, help="longest answer in tokens (default: 512)")
+    group.add_argument("--temperature", type=float, help="0 = greedy")
+    group.add_argument("--top-p", type=float)
+    group.add_argument("--top-k", type=int)
+    group.add_argument("--min-p", type=float)
+    group.add_argument("--repetition-penalty", type=float)
+    group.add_argument("--seed", type=int, default=SEED, help=f"of the random draws (default: {SEED})")
+    group.add_argument("--stop", action="append", metavar="TEXT", help="end the answer before this text; may be repeated")
+    group.add_argument("--ignore-eos", action="store_true", help="go on after the model's end token")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Answers the prompt, or chats; 130 if the one answer was interrupted."""
+    from trivium.api import LLM
+
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "stop", "max_tokens", "ignore_eos")
+    chosen = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    _check(chosen)
+    with LLM(args.model, **load_options(args)) as llm:
+        chat = Chat(llm, llm.default_params(**chosen), args.system, raw=args.raw)
+        if args.prompt is None:
+            return converse(chat)
+        return 0 if chat.ask(args.prompt) else 130
+
+
+def _check(chosen: dict[str, Any]) -> None:
+    """Refuses bad values before anything is loaded."""
+    from trivium.sampling import SamplingParams
+
+    SamplingParams(**chosen)
+
+
+class Chat:
+    """A conversation; with a model that has no chat template, single completions."""
+
+    def __init__(self, llm: LLM, params: SamplingParams, system: str | None, *, raw: bool) -> None:
+        self.templated = llm.tokenizer.chat_template is not None and not raw
+        if system is not None and not self.templated:
+            why = "--raw leaves the chat template out" if raw else "this model has no chat template"
+            raise UsageError(f"trivium run: --system has no place: {why}")
+        self._llm = llm
+        self._params = params
+        self._system = [] if system is None else [{"role": "system", "content": system}]
+        self._history: list[dict[str, str]] = []
+
+    def clear(self) -> None:
+        """Forgets what was said, but not the system message."""
+        self._history = []
+
+    def ask(self, text: str) -> bool:
+        """Streams the answer to standard output and its figures to standard error; False if Ctrl-C stopped it."""
+        question = {"role": "user", "content": text}
+        prompt: Any = [*self._system, *self._history, question] if self.templated else text
+        parts: list[str] = []
+        count, last = 0, None
+        with Interrupt() as interrupt, contextlib.closing(self._llm.stream(prompt, self._params)) as news:  # type: ignore[type-var]
+            for last in news:
+                for output in last.outputs:
+                    count += len(output.token_ids)
+                    parts.append(output.text)
+                    print(output.text, end="", flush=True)
+                if interrupt.seen:
+                    break
+        print(flush=True)
+        self._history += [question, {"role": "assistant", "content": "".join(parts)}]
+        print(_figures(last, count), file=sys.stderr, flush=True)
+        return not interrupt.seen
+
+
+def _figures(last: RequestOutput | None, count: int) -> str:
+    metrics = None if last is None else last.metrics
+    if metrics is None or metrics.time_to_first_token is None:
+        return f"[{count} tokens, interrupted]"
+    speed = f"{(count - 1) / metrics.decode_time:.1f} tokens/s, " if metrics.decode_time else ""
+    return f"[{count} tokens, {speed}first token after {metrics.time_to_first_token * 1e3:.0f} ms]"
+
+
+class Interrupt:
+    """Turns the first Ctrl-C into a flag, so that a step is never torn; the second raises KeyboardInterrupt."""
+
+    def __init__(self) -> None:
+        self.seen = False
+
+    def __enter__(self) -> Interrupt:
+        self._main = threading.current_thread() is threading.main_thread()
+        if self._main:
+            self._before = signal.signal(signal.SIGINT, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._main:
+            signal.signal(signal.SIGINT, self._before)
+
+    def _note(self, *_: object) -> None:
+        if self.seen:
+            raise KeyboardInterrupt
+        self.seen = True
+
+
+def converse(chat: Chat) -> int:
+    """Reads questions until the end of input or /bye. A faulty question is told and forgotten."""
+    from trivium.cli.main import complain
+    from trivium.errors import TriviumError
+
+    terminal = sys.stdin.isatty()
+    if terminal:
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401  (makes input() editable)
+        print(HELP if chat.templated else f"no chat template: each line is completed on its own. {HELP}", file=sys.stderr)
+    while True:
+        try:
+            line = input(">>> " if terminal else "").strip()
+        except EOFError:
+            return 0
+        except KeyboardInterrupt:
+            if not terminal:
+                raise
+            print("\n(/bye or Ctrl-D to leave)", file=sys.stderr)
+            continue
+        if line == "/bye":
+            return 0
+        if line == "/clear":
+            chat.clear()
+        elif line.startswith("/"):
+            print(HELP if line == "/help" else f"no command {line.split()[0]}; {HELP}", file=sys.stderr, flush=True)
+        elif line:
+            try:
+                chat.ask(line)
+            except TriviumError as e:
+                complain(str(e))
