@@ -12,8 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from trivium.kv import plan_groups
-from trivium.ops import Batch, Group, KVSpec, PagedKV, Recurrent, Sampled, StateDecl, Value
+from trivium.ops import Batch, Group, KVSpec, PagedKV, Recurrent, Sampled
 from trivium.ops.sample import plain_inputs, sample
 from trivium.plugin.contract import Capabilities
 
@@ -25,8 +24,7 @@ Windows = Sequence[int | None | str]
 def spec_of(windows: Windows, page_size: int) -> KVSpec:
     """One layer a group: a window, None for full attention, "recurrent" for a recurrent state."""
     states = [Recurrent((2,)) if w == "recurrent" else PagedKV(1, 1, w) for w in windows]
-    decls = [StateDecl(Value(f"s{i}", (), "state", "state"), s) for i, s in enumerate(states)]
-    return plan_groups(decls, page_size, "float32")
+    return KVSpec(page_size, "float32", tuple(Group(state, (i,)) for i, state in enumerate(states)))
 
 
 def mix(tokens: Sequence[int]) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 from trivium.ops import Group, KVSpec, StateDecl, StateSpec
 
@@ -12,8 +12,8 @@ MAX_WASTE = 0.1
 
 def plan_groups(states: Sequence[StateDecl], page_size: int, dtype: str) -> KVSpec:
     """Groups a Program's states: layers with equal needs go together, in runs of one length for all kinds, so that any page
-    can serve any group. The run length is the longest that leaves at most MAX_WASTE of the layer slots empty; only the last group
-    of a kind may be shorter than the others."""
+    can serve any group. The run length is the one that makes the fewest groups while at most MAX_WASTE of the layer slots stay
+    empty; only the last group of a kind may be shorter than the others."""
     kinds: dict[StateSpec, list[int]] = {}
     for index, decl in enumerate(states):
         kinds.setdefault(decl.spec, []).append(index)
@@ -26,7 +26,9 @@ def plan_groups(states: Sequence[StateDecl], page_size: int, dtype: str) -> KVSp
     return KVSpec(page_size, dtype, tuple(groups))
 
 
-def _run_length(counts: Collection[int]) -> int:
-    layers = sum(counts)
-    sizes = range(max(counts, default=1), 0, -1)
-    return next((n for n in sizes if sum(-(-c // n) for c in counts) * n <= layers * (1 + MAX_WASTE)), 1)
+def _run_length(counts: Sequence[int]) -> int:
+    def groups(size: int) -> int:
+        return sum(-(-count // size) for count in counts)
+
+    sizes = range(1, max(counts, default=1) + 1)
+    return min((n for n in sizes if groups(n) * n <= sum(counts) * (1 + MAX_WASTE)), key=groups, default=1)

@@ -1,0 +1,120 @@
+"""The page pool against a brute-force model."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from trivium.errors import CapacityError
+from trivium.kv import BlockPool, Ledger
+
+PAGES = 7
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """Owners as plain lists of pages; content as a plain mapping that only eviction may shrink."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = BlockPool(PAGES)
+        self.owners: list[list[int]] = []
+        self.content: dict[tuple[bytes, int], int] = {}
+        self.released: list[int] = []  # idle published pages, least recently released first
+        self.counter = 0
+
+    @property
+    def owned(self) -> Counter[int]:
+        return Counter(page for pages in self.owners for page in pages)
+
+    @rule(count=st.integers(0, PAGES + 1))
+    def allocate(self, count: int) -> None:
+        room = PAGES - len(self.owned)
+        assert self.pool.available == room
+        if count > room:
+            with pytest.raises(CapacityError, match=f"{count} pages"):
+                self.pool.allocate(count)
+            return
+        pages = self.pool.allocate(count)
+        assert len(set(pages)) == count and not set(pages) & set(self.owned)
+        evicted = [p for p in pages if p in self.released]
+        assert evicted == self.released[: len(evicted)], "the least recently released goes first"
+        assert not evicted or room - len(self.released) == count - len(evicted), "idle pages go last"
+        self.released = [p for p in self.released if p not in evicted]
+        self.content = {k: p for k, p in self.content.items() if p not in evicted}
+        self.owners.append(pages)
+
+    @precondition(lambda self: self.owners)
+    @rule(data=st.data())
+    def publish(self, data: st.DataObject) -> None:
+        pages = [p for pages in self.owners for p in pages if p not in self.content.values()]
+        if not pages:
+            return
+        page = data.draw(st.sampled_from(pages))
+        key = (bytes([data.draw(st.integers(0, 5))]), 0)
+        self.pool.publish(page, key)
+        self.content.setdefault(key, page)
+
+    @precondition(lambda self: self.content)
+    @rule(data=st.data())
+    def share(self, data: st.DataObject) -> None:
+        page = data.draw(st.sampled_from(sorted(self.content.values())))
+        self.pool.share([page])
+        self.released = [p for p in self.released if p != page]
+        self.owners.append([page])
+
+    @precondition(lambda self: self.owners)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        pages = self.owners.pop(data.draw(st.integers(0, len(self.owners) - 1)))
+        self.pool.release(pages)
+        self.released += [p for p in pages if p not in self.owned and p in self.content.values()]
+
+    @invariant()
+    def agrees(self) -> None:
+        self.pool.check(self.owned)
+        for letter in range(6):
+            key = (bytes([letter]), 0)
+            assert self.pool.lookup(key) == self.content.get(key)
+
+
+TestPool = PoolMachine.TestCase
+TestPool.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_a_ledger_foresees_what_the_pool_will_do(data: st.DataObject) -> None:
+    pool = BlockPool(PAGES)
+    owners = [pool.allocate(data.draw(st.integers(0, 2))) for _ in range(3)]
+    for i, page in enumerate(p for pages in owners for p in pages):
+        pool.publish(page, (bytes([i]), 0))
+    pool.release(owners.pop())
+    published = [p for i in range(6) if (p := pool.lookup((bytes([i]), 0))) is not None]
+    drops = data.draw(st.lists(st.sampled_from(range(len(owners))), unique=True))
+    takes = data.draw(st.lists(st.sampled_from(published), max_size=4)) if published else []
+    ledger = Ledger(pool)
+    for owner in drops:
+        ledger.drop(owners[owner])
+    foreseen = ledger.free - len(set(takes)) if ledger.cost(takes) == len(takes) else None
+    ledger.take(takes)
+    before = pool.available
+    assert before == Ledger(pool).free
+    for owner in drops:
+        pool.release(owners[owner])
+    pool.share(takes)
+    assert ledger.free == pool.available
+    assert foreseen is None or foreseen == ledger.free
+
+
+def test_check_finds_a_lost_page_and_a_wrong_count() -> None:
+    pool = BlockPool(3)
+    pages = pool.allocate(2)
+    pool.check(Counter(pages))
+    with pytest.raises(AssertionError):
+        pool.check(Counter(pages[:1]))
+    pool.refs[pages[0]] = 0
+    with pytest.raises(AssertionError):
+        pool.check(Counter(pages[1:]))
