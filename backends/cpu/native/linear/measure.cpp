@@ -1,0 +1,116 @@
+// Timed loops for benchmarks.
+#include "measure.h"
+
+#include <algorithm>
+#include <atomic>
+#include <barrier>
+#include <chrono>
+#include <cmath>
+#include <map>
+#include <thread>
+
+namespace trivium::linear {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// Runs body(thread) on `threads` threads, `repeats` times.
+template <class Body>
+std::vector<double> time_repeats(int threads, int repeats, const Body& body) {
+  std::vector<double> seconds;
+  std::barrier start(threads);
+  std::barrier end(threads);
+  const auto work = [&](int thread) {
+    for (int i = 0; i < repeats; ++i) {
+      start.arrive_and_wait();
+      const auto before = Clock::now();
+      body(thread);
+      end.arrive_and_wait();
+      if (thread == 0) seconds.push_back(std::chrono::duration<double>(Clock::now() - before).count());
+    }
+  };
+  std::vector<std::jthread> others;
+  for (int thread = 1; thread < threads; ++thread) others.emplace_back(work, thread);
+  work(0);
+  return seconds;
+}
+
+Range share(const MatrixView& matrix, int thread, int threads) {
+  const int64_t tiles = (matrix.out + kTile - 1) / kTile;
+  return {tiles * thread / threads * kTile, std::min(matrix.out, tiles * (thread + 1) / threads * kTile)};
+}
+
+// Sums the 64-bit words of [begin, end): a read of every line.
+uint64_t read_all(const uint8_t* begin, const uint8_t* end) {
+  uint64_t sums[8] = {};
+  for (const uint8_t* p = begin; p + 64 <= end; p += 64) {
+    const auto* words = reinterpret_cast<const uint64_t*>(p);
+    for (int i = 0; i < 8; ++i) sums[i] += words[i];
+  }
+  uint64_t sum = 0;
+  for (const uint64_t s : sums) sum += s;
+  return sum;
+}
+
+struct AlignedBuffer {
+  std::vector<uint8_t> bytes;
+  explicit AlignedBuffer(int64_t size) : bytes(static_cast<size_t>(size + kAlign)) {}
+  uint8_t* data() { return reinterpret_cast<uint8_t*>((reinterpret_cast<uintptr_t>(bytes.data()) + kAlign - 1) / kAlign * kAlign); }
+};
+
+}  // namespace
+
+std::vector<double> measure_read(const std::vector<MatrixView>& matrices, int threads, int repeats) {
+  std::atomic<uint64_t> sink{0};
+  return time_repeats(threads, repeats, [&](int thread) {
+    uint64_t sum = 0;
+    for (const MatrixView& matrix : matrices) {
+      const Range outs = share(matrix, thread, threads);
+      const int64_t tiles = (outs.end - outs.begin + kTile - 1) / kTile;
+      const uint8_t* begin = matrix.data + outs.begin / kTile * matrix.tile_bytes;
+      sum += read_all(begin, begin + tiles * matrix.tile_bytes);
+    }
+    sink += sum;
+  });
+}
+
+std::vector<double> measure_dots(const LinearKernels& kernels, int64_t rounds, int threads, int repeats) {
+  std::atomic<int64_t> sink{0};
+  return time_repeats(threads, repeats, [&](int) { sink += kernels.dot_ceiling(rounds); });
+}
+
+std::vector<double> measure_multiply(const LinearKernels& kernels, const std::vector<MatrixView>& matrices, int64_t rows, int threads, int repeats) {
+  int64_t most_in = 1, most_out = 1;
+  for (const MatrixView& matrix : matrices) {
+    most_in = std::max(most_in, matrix.in);
+    most_out = std::max(most_out, matrix.out);
+  }
+  std::vector<float> x(static_cast<size_t>(rows * most_in));
+  std::vector<float> y(static_cast<size_t>(rows * most_out));
+  for (size_t i = 0; i < x.size(); ++i) x[i] = std::sin(static_cast<float>(i));
+  std::map<int64_t, AlignedBuffer> buffers;
+  for (const MatrixView& matrix : matrices) {
+    if (buffers.contains(matrix.in)) continue;
+    auto& buffer = buffers.emplace(matrix.in, rows * QuantisedRows::row_bytes(matrix.in)).first->second;
+    for (int64_t row = 0; row < rows; ++row) kernels.quantise_row(x.data() + row * most_in, {buffer.data(), matrix.in}, row);
+  }
+  return time_repeats(threads, repeats, [&](int thread) {
+    for (const MatrixView& matrix : matrices) {
+      const Input input{x.data(), most_in, {buffers.at(matrix.in).data(), matrix.in}};
+      kernels.multiply(matrix, input, {0, rows}, share(matrix, thread, threads), {y.data(), matrix.out});
+    }
+  });
+}
+
+std::vector<double> measure_quantise(const LinearKernels& kernels, int64_t in, int64_t count, int repeats) {
+  std::vector<float> x(static_cast<size_t>(in), 0.5f);
+  AlignedBuffer buffer(QuantisedRows::row_bytes(in));
+  return time_repeats(1, repeats, [&](int) {
+    for (int64_t i = 0; i < count; ++i) {
+      x[0] = static_cast<float>(i);
+      kernels.quantise_row(x.data(), {buffer.data(), in}, 0);
+    }
+  });
+}
+
+}  // namespace trivium::linear

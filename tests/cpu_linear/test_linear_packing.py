@@ -1,0 +1,100 @@
+"""Packed matrices mean what the checkpoint means."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from linear_cases import BLOCKS, FLOAT_STORAGES, block_size, decoded, stored
+from trivium_cpu.formats import FORMATS, STORAGES
+
+native = pytest.importorskip("trivium_cpu._native")
+linear = native.linear
+
+LOSSLESS = [(f.name, storage) for f in FORMATS for storage in sorted(f.lossless_from)]
+
+
+def packed(format: str, storage: str, rows: np.ndarray) -> object:
+    return linear.pack(linear.Arena(), format, storage, decoded(storage, rows).shape[1], rows)
+
+
+@pytest.mark.parametrize("format", [f.name for f in FORMATS])
+@pytest.mark.parametrize("storage", FLOAT_STORAGES + BLOCKS)
+def test_declared_and_native_lossless_formats_agree(format: str, storage: str) -> None:
+    declared = {f.name: f for f in FORMATS}[format].lossless_from
+    assert (storage in declared) == linear.is_lossless(format, storage)
+    assert storage in STORAGES
+
+
+@pytest.mark.parametrize(("format", "storage"), LOSSLESS)
+@pytest.mark.parametrize("out", [1, 16, 37])
+def test_lossless_formats_keep_every_bit(format: str, storage: str, out: int) -> None:
+    in_ = 3 * block_size(storage) if storage not in FLOAT_STORAGES else 77
+    rows = stored(storage, out, in_, seed=out)
+    values = packed(format, storage, rows).unpack()
+    np.testing.assert_array_equal(values.view(np.uint32), decoded(storage, rows).view(np.uint32))
+
+
+@pytest.mark.parametrize("format", [f for f in FORMATS if f.name != "float32"], ids=lambda f: f.name)
+@pytest.mark.parametrize("distribution", ["standard_normal", "laplace", "uniform"])
+def test_rounding_stays_within_the_error_budget(format: object, distribution: str) -> None:
+    rng = np.random.default_rng(5)
+    weights = (getattr(rng, distribution)(size=(64, 320)) * 0.04).astype(np.float32)
+    values = packed(format.name, "float32", weights.view(np.uint8)).unpack()
+    error = np.sqrt(np.mean(np.square(values - weights)) / np.mean(np.square(weights)))
+    assert 0 < error <= format.error_budget
+
+
+@pytest.mark.parametrize("format", ["int8", "int4"])
+@pytest.mark.parametrize("storage", ["bfloat16", "q6_k", "q5_1", "q8_0"])
+def test_any_storage_can_be_rounded(format: str, storage: str) -> None:
+    rows = stored(storage, 20, 512)
+    expected = decoded(storage, rows)
+    values = packed(format, storage, rows).unpack()
+    error = np.sqrt(np.mean(np.square(values - expected)) / np.mean(np.square(expected)))
+    assert error <= {f.name: f for f in FORMATS}[format].error_budget
+
+
+def test_rounding_to_eight_bits_takes_the_nearest_code() -> None:
+    weights = np.random.default_rng(1).standard_normal((3, 64), dtype=np.float32)
+    groups = weights.reshape(-1, 32)
+    scale = (np.abs(groups).max(axis=1, keepdims=True) / np.float32(127)).astype(np.float16).astype(np.float32)
+    expected = scale * np.clip(np.rint(groups / scale), -127, 127)
+    values = packed("int8", "float32", weights.view(np.uint8)).unpack()
+    np.testing.assert_allclose(values.reshape(-1, 32), expected, atol=float(scale.max()) * 1e-3)
+
+
+@pytest.mark.parametrize("format", ["int8", "int4", "bfloat16", "float16", "float32"])
+def test_zeros_stay_zeros(format: str) -> None:
+    assert not packed(format, "float32", np.zeros((5, 40), np.float32).view(np.uint8)).unpack().any()
+
+
+def test_bfloat16_and_float16_round_to_nearest_even() -> None:
+    weights = np.concatenate([np.float32([1 + 2**-9, 1 + 3 * 2**-9, 1e-40, -2.5e-8, 65504, 2**-25, 3 * 2**-25]),
+                              np.random.default_rng(2).standard_normal(57).astype(np.float32)])[None]  # fmt: skip
+    half = packed("float16", "float32", weights.view(np.uint8)).unpack()
+    np.testing.assert_array_equal(half, weights.astype(np.float16).astype(np.float32))
+    brain = packed("bfloat16", "float32", weights.view(np.uint8)).unpack()
+    bits = weights.view(np.uint32).astype(np.uint64)
+    rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16 << 16).astype(np.uint32).view(np.float32)
+    np.testing.assert_array_equal(brain, rounded)
+
+
+@pytest.mark.parametrize("format", ["int8", "int4"])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, 3e38])
+def test_weights_without_a_float16_scale_are_refused(format: str, bad: float) -> None:
+    weights = np.ones((2, 64), np.float32)
+    weights[1, 40] = bad
+    with pytest.raises(ValueError, match="float16"):
+        packed(format, "float32", weights.view(np.uint8))
+
+
+def test_float16_refuses_what_it_cannot_hold() -> None:
+    with pytest.raises(ValueError, match="65504"):
+        packed("float16", "float32", np.full((1, 8), 1e6, np.float32).view(np.uint8))
+
+
+def test_short_rows_are_refused() -> None:
+    with pytest.raises(ValueError, match="shorter"):
+        linear.pack(linear.Arena(), "int4", "q4_0", 64, np.zeros((4, 18), np.uint8))
+    with pytest.raises(ValueError, match="whole number of blocks"):
+        linear.pack(linear.Arena(), "int4", "q4_0", 40, np.zeros((4, 36), np.uint8))

@@ -1,0 +1,76 @@
+"""Weights in every storage format, and plain numpy statements of what the linear kernels compute."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gguf
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float32]
+Bytes = npt.NDArray[np.uint8]
+
+FLOAT_STORAGES = ("float32", "bfloat16", "float16")
+SMALL_BLOCKS = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0")
+K_BLOCKS = ("q4_k", "q5_k", "q6_k")
+BLOCKS = SMALL_BLOCKS + K_BLOCKS
+GROUP = 32
+
+
+def block_size(storage: str) -> int:
+    return 1 if storage in FLOAT_STORAGES else gguf.GGML_QUANT_SIZES[_ggml_type(storage)][0]
+
+
+def _ggml_type(storage: str) -> gguf.GGMLQuantizationType:
+    names = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+    return gguf.GGMLQuantizationType[names.get(storage, storage.upper().replace("_k", "_K"))]
+
+
+def stored(storage: str, out: int, in_: int, seed: int = 0) -> Bytes:
+    """uint8[out, bytes a row]: random weights of a storage format; every code and scale bit pattern of blocks occurs."""
+    rng = np.random.default_rng(seed)
+    weights = rng.standard_normal((out, in_), dtype=np.float32) * np.float32(0.05)
+    if storage not in K_BLOCKS:
+        return np.ascontiguousarray(gguf.quants.quantize(weights, _ggml_type(storage)).view(np.uint8).reshape(out, -1))
+    block, size = gguf.GGML_QUANT_SIZES[_ggml_type(storage)]
+    blocks = rng.integers(0, 256, (out * in_ // block, size), dtype=np.uint8)
+    scales = rng.uniform(-2e-3, 2e-3, (len(blocks), 2)).astype(np.float16).view(np.uint8)
+    if storage == "q6_k":
+        blocks[:, -2:] = scales[:, :2]
+    else:
+        blocks[:, :4] = scales
+    return blocks.reshape(out, -1)
+
+
+def decoded(storage: str, rows: Bytes) -> Floats:
+    """The gguf package's own decoding: float32[out, in]."""
+    kind = _ggml_type(storage)
+    view = {"float32": np.float32, "float16": np.float16}.get(storage)
+    data = rows.view(view) if view else rows
+    return gguf.quants.dequantize(data, kind).astype(np.float32)
+
+
+def quantised(x: Floats) -> tuple[npt.NDArray[np.int32], Floats]:
+    """Rows as signed 8-bit codes int32[rows, groups, 32] with scales float32[rows, groups], in float32 arithmetic."""
+    padded = np.zeros((len(x), -(-x.shape[1] // (2 * GROUP)) * 2 * GROUP), np.float32)
+    padded[:, : x.shape[1]] = x
+    groups = padded.reshape(len(x), -1, GROUP)
+    largest = np.abs(groups).max(axis=2)
+    with np.errstate(divide="ignore"):
+        inverse = np.where(largest >= 1e-30, np.float32(127) / largest, np.float32(0)).astype(np.float32)
+    codes = np.rint(groups * inverse[..., None]).astype(np.int32)
+    return codes, np.where(largest >= 1e-30, largest * np.float32(1 / 127), np.float32(0))
+
+
+def product_of_quantised(x: Floats, weights: Floats) -> npt.NDArray[np.float64]:
+    """x W^T with x rounded as the kernels round it, otherwise in float64."""
+    codes, scale = quantised(x)
+    rounded = (codes * scale[..., None].astype(np.float64)).reshape(len(x), -1)[:, : x.shape[1]]
+    return rounded @ weights.astype(np.float64).T
+
+
+def assert_close(actual: Floats, expected: npt.NDArray[Any], relative: float) -> None:
+    """Largest difference over the root mean square of the expected."""
+    error = np.abs(actual - expected).max() / max(float(np.sqrt(np.mean(np.square(expected)))), 1e-30)
+    assert error <= relative, f"relative error {error:.3g} > {relative:.3g}"
