@@ -96,8 +96,11 @@ def map_names(file: GGUFFile) -> dict[str, str]:
         match = _NAME.fullmatch(tensor)
         layer, stem, suffix = match.groups() if match else ("", "", "")
         new = layer_names.get(stem) if layer else _OUTER.get(stem)
+        name = f"model.layers.{int(layer)}.{new}.{suffix}" if layer else f"{new}.{suffix}"
+        if name in mapped:
+            raise CheckpointError(f"{file.path}: the tensors {mapped[name]!r} and {tensor!r} are the same one")
         if new:
-            mapped[f"model.layers.{int(layer)}.{new}.{suffix}" if layer else f"{new}.{suffix}"] = tensor
+            mapped[name] = tensor
         elif tensor not in _TABLES:
             unknown.append(tensor)
     if unknown:
@@ -118,11 +121,12 @@ def _architecture(file: GGUFFile) -> _Architecture:
 def _common(metadata: _Metadata) -> Config:
     file = metadata.file
     embedding = file.tensors.get("token_embd.weight")
-    if embedding is None or len(embedding.shape) != 2:
-        raise CheckpointError(f"{file.path}: the tensor token_embd.weight is missing or not a matrix")
+    hidden = metadata.size("embedding_length")
+    if embedding is None or embedding.shape[1:] != (hidden,):
+        raise CheckpointError(f"{file.path}: the tensor token_embd.weight is missing or does not have rows of {hidden} numbers")
     if metadata.get("expert_count", int, 0):
         raise UnsupportedError(f"{file.path}: a mixture-of-experts model; GGUF files of those can't be read, use safetensors")
-    hidden, heads = metadata.size("embedding_length", embedding.shape[1]), metadata.size("attention.head_count")
+    heads = metadata.size("attention.head_count", hidden)
     config = {
         "hidden_size": hidden,
         "intermediate_size": metadata.size("feed_forward_length"),
@@ -135,6 +139,7 @@ def _common(metadata: _Metadata) -> Config:
         "rms_norm_eps": metadata.get("attention.layer_norm_rms_epsilon", float, 1e-6),
         "hidden_act": "silu",
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
+        "mlp_bias": "blk.0.ffn_up.bias" in file.tensors,
         "tie_word_embeddings": "output.weight" not in file.tensors,
     }
     return config | token_ids(file)
@@ -166,10 +171,10 @@ def _rope_scaling(metadata: _Metadata) -> Config | None:
     """rope_scaling as in config.json, or None. The factor 0 means that there is none."""
     factor = metadata.get("rope.scaling.factor", float, metadata.get("rope.scale_linear", float, 0.0))
     kind = metadata.get("rope.scaling.type", str, "linear" if metadata.has("rope.scale_linear") else "none")
-    if kind == "none" or factor == 0.0:
-        return None
+    if kind in ("none", "longrope") or factor == 0.0:
+        return None  # LongRoPE's numbers are tensors: see _extend_phi3
     if kind not in ("linear", "yarn"):
-        raise UnsupportedError(f"{metadata.file.path}: rope scaling of the type {kind!r}; there are none, linear, yarn")
+        raise UnsupportedError(f"{metadata.file.path}: rope scaling of the type {kind!r}; there are none, linear, yarn, longrope")
     scaling = {"rope_type": kind, "factor": factor}
     original = metadata.find("rope.scaling.original_context_length", int)
     return scaling if original is None else scaling | {"original_max_position_embeddings": original}
@@ -186,11 +191,7 @@ def _extend_llama(metadata: _Metadata, config: Config) -> None:
     config["rope_interleaved"] = True
 
 
-def _extend_qwen2(metadata: _Metadata, config: Config) -> None:
-    config["attention_bias"] = True
-
-
-def _extend_qwen3(metadata: _Metadata, config: Config) -> None:
+def _extend_qwen(metadata: _Metadata, config: Config) -> None:
     config["use_sliding_window"] = False
 
 
@@ -247,8 +248,8 @@ def _extend_phi3(metadata: _Metadata, config: Config) -> None:
 
 _ARCHITECTURES: Mapping[str, _Architecture] = {
     "llama": _Architecture("LlamaForCausalLM", "llama", {}, _extend_llama),
-    "qwen2": _Architecture("Qwen2ForCausalLM", "qwen2", {}, _extend_qwen2),
-    "qwen3": _Architecture("Qwen3ForCausalLM", "qwen3", {}, _extend_qwen3),
+    "qwen2": _Architecture("Qwen2ForCausalLM", "qwen2", {}, _extend_qwen),
+    "qwen3": _Architecture("Qwen3ForCausalLM", "qwen3", {}, _extend_qwen),
     "gemma2": _Architecture("Gemma2ForCausalLM", "gemma2", _GEMMA, _extend_gemma2),
     "gemma3": _Architecture("Gemma3ForCausalLM", "gemma3_text", _GEMMA, _extend_gemma3),
     "phi3": _Architecture("Phi3ForCausalLM", "phi3", _PHI3, _extend_phi3),
