@@ -1,0 +1,28 @@
+// What this processor can run and what the operating system saves of it.
+#pragma once
+
+#include <string>
+#include <vector>
+
+namespace trivium {
+
+struct CpuFeatures {
+  bool avx2 = false;    // with FMA, F16C and BMI2
+  bool avx512 = false;  // F, BW, VL and DQ, on top of avx2
+  bool avx512_vnni = false;
+  bool avx512_bf16 = false;
+  bool avx_vnni = false;
+  bool amx_int8 = false;
+  bool amx_bf16 = false;
+};
+
+// Read once. A set counts only if the operating system saves its registers (XCR0), whatever CPUID says.
+const CpuFeatures& cpu_features();
+
+// The processor's own name, or "" where it does not say.
+std::string cpu_name();
+
+// Tiers of kernels that this machine can run, best first; the last is "portable".
+std::vector<std::string> available_tiers();
+
+}  // namespace trivium

@@ -1,0 +1,19 @@
+#include "kernels.h"
+
+namespace trivium {
+
+extern const Kernels kernels_portable;
+#if TRIVIUM_X86
+extern const Kernels kernels_avx2;
+extern const Kernels kernels_avx512;
+#endif
+
+const Kernels* find_kernels(const std::string& tier) {
+#if TRIVIUM_X86
+  if (tier == "avx512") return &kernels_avx512;
+  if (tier == "avx2") return &kernels_avx2;
+#endif
+  return tier == "portable" ? &kernels_portable : nullptr;
+}
+
+}  // namespace trivium

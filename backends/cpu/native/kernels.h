@@ -1,0 +1,111 @@
+// The row-wise and attention kernels of one instruction set, as a table of functions chosen once at run time.
+//
+// All of them work on one row, or on rows of one sequence, and use no memory but what they are given. The bits of a result depend
+// on the operands only: never on the number of rows that are worked on together.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+namespace trivium {
+
+enum class Activation : int { silu, gelu, gelu_tanh, relu, relu2, quick_gelu, sigmoid, tanh, softplus };
+
+// gated: y = f(gate) * (up + up_offset). limit < 0: no limit. alpha != 1: f(g) = g * sigmoid(alpha * g).
+struct Gate {
+  Activation kind = Activation::silu;
+  float limit = -1;
+  float alpha = 1;
+  float up_offset = 0;
+};
+
+enum class KvType : int { float32, bfloat16, float16 };
+
+inline constexpr int64_t kKeyBlock = 64;   // keys that the softmax looks at together; blocks start at multiples of it
+inline constexpr int64_t kKeyRun = 16;     // keys that always lie in one page
+inline constexpr int64_t kSpan = 256;      // keys whose partial result is made on its own; a multiple of kKeyBlock
+inline constexpr int64_t kValueAlign = 16; // value heads are padded to a multiple of this many numbers
+
+// Where the keys and values of one layer lie in a page: keys [kv_heads][K block], then values [kv_heads][V block].
+//   K block: float32, float16: [head_dim][page_size]; bfloat16: [head_dim / 2][page_size][2], pairs of dimensions side by side.
+//   V block: float32, float16: [page_size][padded dim]; bfloat16: [page_size / 2][padded dim][2], pairs of tokens side by side.
+// Keys are read as columns, so that a vector holds the same dimension of many keys and no sum runs across lanes; the pairs are what
+// bfloat16 dot products and matrix tiles take.
+struct KvLayout {
+  KvType type = KvType::float32;
+  int64_t page_size = 16;
+  int64_t kv_heads = 0;
+  int64_t head_dim = 0;
+
+  int64_t item() const { return type == KvType::float32 ? 4 : 2; }
+  int64_t key_dim() const { return (head_dim + 1) / 2 * 2; }
+  int64_t value_dim() const { return (head_dim + kValueAlign - 1) / kValueAlign * kValueAlign; }
+  int64_t key_bytes() const { return key_dim() * page_size * item(); }
+  int64_t value_bytes() const { return value_dim() * page_size * item(); }
+  int64_t bytes() const { return kv_heads * (key_bytes() + value_bytes()); }
+  int64_t key_offset(int64_t head) const { return head * key_bytes(); }
+  int64_t value_offset(int64_t head) const { return kv_heads * key_bytes() + head * value_bytes(); }
+};
+
+// One span of attention: `rows` query rows (tokens x heads of one kv head) against keys [begin, end) of one sequence.
+struct AttentionSpan {
+  const float* q = nullptr;           // [rows][head_dim], contiguous
+  int64_t rows = 0;
+  int64_t group = 1;                  // query heads to a kv head: row r belongs to token r / group
+  int64_t head_dim = 0;
+  int64_t first_position = 0;         // position of the first token; the next tokens follow
+  int64_t begin = 0, end = 0;         // keys of this span; begin a multiple of kSpan
+  int64_t context = 0;                // keys that exist
+  int64_t window = 0;                 // 0: none
+  bool causal = true;
+  float scale = 1;
+  float softcap = 0;                  // 0: none
+  const int32_t* blocks = nullptr;    // the sequence's row of the block table
+  const uint8_t* pages = nullptr;     // page p's keys of this head are at pages + p * page_bytes + key_offset
+  int64_t page_bytes = 0;
+  int64_t key_offset = 0;
+  int64_t value_offset = 0;
+  KvLayout layout;
+  float* scores = nullptr;            // scratch [rows][kKeyBlock]
+};
+
+// The state of a softmax over some keys: running maximum, sum and weighted values of each row. Values are padded to value_dim.
+struct Partial {
+  float* peak = nullptr;    // [rows]; -infinity: no key so far
+  float* total = nullptr;   // [rows]
+  float* values = nullptr;  // [rows][value_dim]
+};
+
+struct Kernels {
+  const char* name;
+
+  void (*add)(const float* a, const float* b, float* y, int64_t n);
+  void (*mul)(const float* a, const float* b, float* y, int64_t n);
+  void (*scale)(const float* x, float factor, float* y, int64_t n);
+  void (*softcap)(const float* x, float cap, float* y, int64_t n);
+  void (*activation)(const float* x, Activation kind, float* y, int64_t n);
+  void (*gated)(const float* gate, const float* up, const Gate& how, float* y, int64_t n);
+  // weight (and bias) may be null. y may be x.
+  void (*rms_norm)(const float* x, const float* weight, float eps, float offset, float* y, int64_t n);
+  void (*layer_norm)(const float* x, const float* weight, const float* bias, float eps, float* y, int64_t n);
+  // Rotates the first 2 * half numbers of one head by cos[half], sin[half]; y may be x.
+  void (*rope)(const float* x, const float* cosine, const float* sine, int64_t half, bool interleaved, float* y, int64_t n);
+  float (*max)(const float* x, int64_t n);
+  void (*exp)(const float* x, float* y, int64_t n);  // y may be x
+
+  // Writes one token's key and value of one head into its page at `offset` < page_size. key, value: that head's blocks.
+  void (*write_kv)(const KvLayout& layout, int64_t offset, const float* k, const float* v, uint8_t* key, uint8_t* value);
+  // The reverse.
+  void (*read_kv)(const KvLayout& layout, int64_t offset, const uint8_t* key, const uint8_t* value, float* k, float* v);
+  // Fills `out` with the softmax state of one span, from nothing.
+  void (*attend)(const AttentionSpan& span, const Partial& out);
+  // total := total merged with part, for `rows` rows. A part without keys changes nothing; a total without keys becomes the part.
+  void (*merge)(const Partial& total, const Partial& part, int64_t rows, int64_t value_dim);
+  // y[head_dim] = values / total of one row. sink: one more score without a value, or null.
+  void (*finish)(float peak, float total, const float* values, const float* sink, float* y, int64_t head_dim);
+};
+
+// The table of a tier this machine can run (see available_tiers); null for an unknown one.
+const Kernels* find_kernels(const std::string& tier);
+
+}  // namespace trivium

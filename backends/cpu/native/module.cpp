@@ -1,0 +1,177 @@
+// trivium_cpu._native: what the Python half of the backend sees of the native one.
+#include "module.h"
+
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <atomic>
+#include <cstring>
+#include <mutex>
+#include <new>
+#include <stdexcept>
+
+#include "cpu_features.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace trivium {
+namespace {
+
+template <class Enum, size_t N>
+Enum named(const char* const (&names)[N], const std::string& name) {
+  for (size_t i = 0; i < N; ++i) {
+    if (name == names[i]) return static_cast<Enum>(i);
+  }
+  throw std::invalid_argument("unknown name: " + name);
+}
+
+constexpr const char* kStorages[] = {"float32", "bfloat16", "float16", "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q5_k", "q6_k"};
+constexpr const char* kFormats[] = {"float32", "bfloat16", "float16", "int8", "int4"};
+constexpr const char* kKvTypes[] = {"float32", "bfloat16", "float16"};
+
+using Bytes = nb::ndarray<const uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+
+linear::PackedMatrix pack(Runtime& runtime, const std::string& format, const std::string& storage, int64_t in, const Bytes& rows) {
+  const auto stored = named<linear::Storage>(kStorages, storage);
+  const auto layout = linear::choose_layout(named<linear::Format>(kFormats, format), stored);
+  const linear::Source source{stored, rows.data(), static_cast<int64_t>(rows.shape(1))};
+  linear::PackedMatrix matrix(runtime.arena, layout, static_cast<int64_t>(rows.shape(0)), in);
+  nb::gil_scoped_release release;
+  constexpr int64_t kTilesAtATime = 16;
+  Counter counter;
+  std::mutex lock;
+  std::string fault;
+  runtime.pool->run([&](Worker& worker) {
+    worker.share(counter, (matrix.tiles() + kTilesAtATime - 1) / kTilesAtATime, [&](int64_t i) {
+      try {
+        linear::pack_tiles(matrix, source, i * kTilesAtATime, std::min((i + 1) * kTilesAtATime, matrix.tiles()));
+      } catch (const std::exception& e) {
+        const std::lock_guard guard(lock);
+        fault = e.what();
+      }
+    });
+  });
+  if (!fault.empty()) throw std::invalid_argument(fault);
+  return matrix;
+}
+
+FloatArray unpack(Runtime& runtime, const linear::PackedMatrix& matrix) {
+  const linear::MatrixView& view = matrix.view();
+  FloatArray out = new_array<float>({static_cast<size_t>(view.out), static_cast<size_t>(view.in)});
+  Counter counter;
+  runtime.pool->run([&](Worker& worker) {
+    worker.share(counter, view.out, [&](int64_t row) { linear::unpack_row(view, row, out.data() + row * view.in); });
+  });
+  return out;
+}
+
+std::shared_ptr<Runtime> make_runtime(int threads, const std::string& tier) {
+  const std::vector<std::string> tiers = available_tiers();
+  if (std::find(tiers.begin(), tiers.end(), tier) == tiers.end()) throw std::invalid_argument("this machine lacks " + tier);
+  auto isa = linear::Isa::portable;
+  if (tier == "avx2") isa = linear::Isa::avx2;
+  if (tier == "avx512") isa = cpu_features().avx512_vnni ? linear::Isa::avx512_vnni : linear::Isa::avx512;
+  return std::make_shared<Runtime>(std::make_shared<ThreadPool>(threads), *find_kernels(tier), linear::kernels(isa));
+}
+
+void check_pages(const KvPool& pool, const std::vector<int64_t>& ids) {
+  for (const int64_t id : ids) {
+    if (id < 0 || id >= pool.pages()) throw std::out_of_range("page " + std::to_string(id) + " of " + std::to_string(pool.pages()));
+  }
+}
+
+// (k, v), each float32[pages, page_size, kv_heads, head_dim].
+nb::tuple export_kv(const KvPool& pool, const Runtime& runtime, const KvLayer& layer, const std::vector<int64_t>& ids) {
+  check_pages(pool, ids);
+  const KvLayout& l = layer.layout;
+  const auto dims = {ids.size(), static_cast<size_t>(l.page_size), static_cast<size_t>(l.kv_heads), static_cast<size_t>(l.head_dim)};
+  FloatArray k = new_array<float>(dims), v = new_array<float>(dims);
+  int64_t at = 0;
+  for (const int64_t id : ids) {
+    const uint8_t* page = pool.page(id) + layer.offset;
+    for (int64_t token = 0; token < l.page_size; ++token) {
+      for (int64_t head = 0; head < l.kv_heads; ++head, at += l.head_dim) {
+        runtime.kernels.read_kv(l, token, page + l.key_offset(head), page + l.value_offset(head), k.data() + at, v.data() + at);
+      }
+    }
+  }
+  return nb::make_tuple(k, v);
+}
+
+using PageArray = nb::ndarray<const float, nb::ndim<4>, nb::c_contig, nb::device::cpu>;
+
+void import_kv(KvPool& pool, const Runtime& runtime, const KvLayer& layer, const std::vector<int64_t>& ids, const PageArray& k, const PageArray& v) {
+  check_pages(pool, ids);
+  const KvLayout& l = layer.layout;
+  for (const PageArray* a : {&k, &v}) {
+    if (a->shape(0) != ids.size() || static_cast<int64_t>(a->shape(1)) != l.page_size || static_cast<int64_t>(a->shape(2)) != l.kv_heads ||
+        static_cast<int64_t>(a->shape(3)) != l.head_dim) {
+      throw std::invalid_argument("pages don't have this layer's shape");
+    }
+  }
+  int64_t at = 0;
+  for (const int64_t id : ids) {
+    uint8_t* page = pool.page(id) + layer.offset;
+    for (int64_t token = 0; token < l.page_size; ++token) {
+      for (int64_t head = 0; head < l.kv_heads; ++head, at += l.head_dim) {
+        runtime.kernels.write_kv(l, token, k.data() + at, v.data() + at, page + l.key_offset(head), page + l.value_offset(head));
+      }
+    }
+  }
+}
+
+void copy_pages(KvPool& pool, const std::vector<int64_t>& from, const std::vector<int64_t>& to) {
+  check_pages(pool, from);
+  check_pages(pool, to);
+  for (size_t i = 0; i < std::min(from.size(), to.size()); ++i) {
+    std::memcpy(pool.page(to[i]), pool.page(from[i]), static_cast<size_t>(pool.page_bytes()));
+  }
+}
+
+void bind_kv(nb::module_& m) {
+  nb::class_<KvLayer>(m, "KvLayer")
+      .def("__init__", [](KvLayer* self, int64_t group, int64_t offset, const std::string& type, int64_t page_size, int64_t kv_heads, int64_t head_dim) {
+        new (self) KvLayer{group, offset, {named<KvType>(kKvTypes, type), page_size, kv_heads, head_dim}};
+      }, "group"_a, "offset"_a, "type"_a, "page_size"_a, "kv_heads"_a, "head_dim"_a)
+      .def_prop_ro("nbytes", [](const KvLayer& layer) { return layer.layout.bytes(); }, "Bytes of one page's part of this layer.");
+  nb::class_<KvPool>(m, "KvPool")
+      .def(nb::init<int64_t, int64_t, int64_t>(), "pages"_a, "page_bytes"_a, "page_size"_a)
+      .def("export_kv", &export_kv, "runtime"_a, "layer"_a, "ids"_a)
+      .def("import_kv", &import_kv, "runtime"_a, "layer"_a, "ids"_a, "k"_a, "v"_a)
+      .def("copy", &copy_pages, "src"_a, "dst"_a)
+      .def("view", [](KvPool& pool) {
+        return nb::ndarray<nb::numpy, uint8_t>(pool.page(0), {static_cast<size_t>(pool.pages()), static_cast<size_t>(pool.page_bytes())}, nb::find(pool));
+      }, "uint8[pages, page_bytes], the pool itself.");
+}
+
+}  // namespace
+
+NB_MODULE(_native, m) {
+  m.def("cpu_name", &cpu_name);
+  m.def("tiers", &available_tiers, "Instruction sets this machine can run, best first.");
+  m.def("features", [] {
+    const CpuFeatures& f = cpu_features();
+    nb::dict d;
+    d["avx2"] = f.avx2;
+    d["avx512"] = f.avx512;
+    d["avx512_vnni"] = f.avx512_vnni;
+    d["avx512_bf16"] = f.avx512_bf16;
+    d["avx_vnni"] = f.avx_vnni;
+    d["amx_int8"] = f.amx_int8;
+    d["amx_bf16"] = f.amx_bf16;
+    return d;
+  });
+  nb::module_ linear_module = m.def_submodule("linear");
+  linear::bind_linear(linear_module);
+  nb::class_<Runtime>(m, "Runtime")
+      .def(nb::new_(&make_runtime), "threads"_a, "tier"_a)
+      .def_prop_ro("threads", [](const Runtime& runtime) { return runtime.pool->threads(); })
+      .def("pack", &pack, "format"_a, "storage"_a, "in"_a, "rows"_a, "Packs uint8 rows[out, bytes] of a checkpoint.")
+      .def("unpack", &unpack, "matrix"_a, "float32[out, in]: the numbers that a matrix holds.");
+  bind_kv(m);
+  bind_tape(m);
+}
+
+}  // namespace trivium

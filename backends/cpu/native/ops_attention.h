@@ -1,0 +1,69 @@
+// Writing keys and values to pages, and attention over them.
+#pragma once
+
+#include "ops_rows.h"
+
+namespace trivium {
+
+// Per token and kv head: optionally normalises and rotates the kv head's queries and its key, and stores key and value in the token's slot.
+// Without q only key and value are dealt with; without a table nothing is rotated.
+class RopeWrite : public Op {
+public:
+  RopeWrite(Ref q, Ref k, Ref v, Ref q_out, KvLayer layer, int64_t heads, Extent tokens)
+      : q_(q), k_(k), v_(v), q_out_(q_out), layer_(layer), heads_(heads), tokens_(tokens) {}
+  void run(const Step& step, Worker& worker) override;
+  size_t scratch_bytes() const override { return static_cast<size_t>(layer_.layout.head_dim) * sizeof(float); }
+
+  Ref table;
+  int64_t half = 0;
+  bool interleaved = false;
+  NormSpec q_norm, k_norm;
+
+private:
+  void prepare(const Step& step, const NormSpec& norm, const float* x, const float* row, float* y) const;
+
+  Ref q_, k_, v_, q_out_;
+  KvLayer layer_;
+  int64_t heads_;
+  Extent tokens_;
+};
+
+// y[tokens, heads, head_dim] = attention of q over the pages. Queries of a sequence are worked on in tiles; where there are few tiles and long
+// contexts the spans of a tile are shared out as well and merged in their order, with the same bits.
+class Attention : public Op {
+public:
+  Attention(Ref q, Ref query_starts, Ref context_lens, Ref sinks, Ref y, KvLayer layer, int64_t heads)
+      : q_(q), query_starts_(query_starts), context_lens_(context_lens), sinks_(sinks), y_(y), layer_(layer), heads_(heads) {}
+  void run(const Step& step, Worker& worker) override;
+  size_t scratch_bytes() const override;
+
+  float scale = 1, softcap = 0;
+  int64_t window = 0;
+  bool causal = true;
+  Ref partials;                  // fixed memory for spans that are shared out
+  int64_t partial_capacity = 0;  // spans of a tile that it holds
+
+  int64_t group() const { return heads_ / layer_.layout.kv_heads; }
+  int64_t tile_tokens() const { return group() >= kTileRows ? 1 : kTileRows / group(); }
+  int64_t tile_rows() const { return tile_tokens() * group(); }
+  // Numbers of a tile's softmax state.
+  int64_t partial_numbers() const { return tile_rows() * (layer_.layout.value_dim() + 2); }
+
+private:
+  static constexpr int64_t kTileRows = 48;
+
+  struct Tile;
+  AttentionSpan span_of(const Step& step, const Tile& tile, const float* q, float* scores) const;
+  void gather_queries(const Step& step, const Tile& tile, float* q) const;
+  Partial partial(float* memory) const;
+  void finish(const Step& step, const Tile& tile, const Partial& total) const;
+  void run_whole(const Step& step, Worker& worker, int64_t items);
+  void run_spans(const Step& step, Worker& worker, int64_t items, int64_t spans);
+  Tile find_tile(const Step& step, int64_t index) const;
+
+  Ref q_, query_starts_, context_lens_, sinks_, y_;
+  KvLayer layer_;
+  int64_t heads_;
+};
+
+}  // namespace trivium

@@ -1,0 +1,127 @@
+#include "ops_linear.h"
+
+#include <algorithm>
+
+namespace trivium {
+namespace {
+
+int64_t tiles_of(const Target& target) { return (target.matrix.out + linear::kTile - 1) / linear::kTile; }
+
+// `bytes` rounded up to whole cache lines.
+size_t lines(int64_t bytes) { return static_cast<size_t>((bytes + linear::kAlign - 1) / linear::kAlign * linear::kAlign); }
+
+linear::Output output_of(const Step& step, const Target& target, bool accumulate) {
+  return {step.floats(target.y), target.matrix.out, target.bias.present() ? step.floats(target.bias) : nullptr, accumulate};
+}
+
+}  // namespace
+
+bool Project::reads_plain() const {
+  return std::any_of(targets.begin(), targets.end(), [](const Target& t) { return !linear::needs_quantised(t.matrix.layout); });
+}
+
+bool Project::reads_quantised() const {
+  return std::any_of(targets.begin(), targets.end(), [](const Target& t) { return linear::needs_quantised(t.matrix.layout); });
+}
+
+size_t Project::scratch_bytes() const {
+  const int64_t row = in_ * static_cast<int64_t>(sizeof(float));
+  const int64_t up = kRowsAtATime * kTilesAtATime * linear::kTile * static_cast<int64_t>(sizeof(float));
+  return lines(kOwnRows * row) + lines(row) + lines(up) + lines(kOwnRows * linear::QuantisedRows::row_bytes(in_));
+}
+
+Project::Scratch Project::scratch_of(Worker& worker) const {
+  const int64_t row = in_ * static_cast<int64_t>(sizeof(float));
+  const int64_t up = kRowsAtATime * kTilesAtATime * linear::kTile * static_cast<int64_t>(sizeof(float));
+  uint8_t* at = static_cast<uint8_t*>(worker.scratch());
+  Scratch s;
+  s.rows = reinterpret_cast<float*>(at);
+  s.row = reinterpret_cast<float*>(at += lines(kOwnRows * row));
+  s.up = reinterpret_cast<float*>(at += lines(row));
+  s.records = at + lines(up);
+  return s;
+}
+
+void Project::prepare_row(const Step& step, int64_t row, bool keep_sum, float* normed, const linear::QuantisedRows& records,
+                          float* spare) const {
+  const float* x = step.floats(x_) + row * in_;
+  if (norm.kind != NormSpec::Kind::none) {
+    float* y = normed != nullptr ? normed + row * in_ : spare;
+    if (other.present()) {
+      float* added = keep_sum ? step.floats(sum) + row * in_ : y;
+      step.kernels->add(x, step.floats(other) + row * in_, added, in_);
+      x = added;
+    }
+    norm.apply(step, x, y, in_);
+    x = y;
+  }
+  if (records.data != nullptr) step.linear->quantise_row(x, records, row);
+}
+
+// The input that the matrices read: x itself, or what all threads (or, with few rows, each for itself) make of it.
+linear::Input Project::prepare(const Step& step, Worker& worker, const Scratch& scratch) {
+  const int64_t rows = step.count(rows_);
+  const bool own = rows <= kOwnRows, has_norm = norm.kind != NormSpec::Kind::none;
+  linear::Input input{step.floats(x_), in_, {}};
+  if (reads_quantised()) input.quantised = {own ? static_cast<void*>(scratch.records) : step.floats(quantised), in_};
+  float* made = !has_norm || !reads_plain() ? nullptr : own ? scratch.rows : step.floats(normed);
+  if (has_norm) input.x = made;
+  if (!has_norm && !reads_quantised()) return input;
+  if (own) {
+    for (int64_t r = 0; r < rows; ++r) prepare_row(step, r, worker.index() == 0, made, input.quantised, scratch.row);
+  } else {
+    share_rows(worker, counters[0], rows, row_grain(in_), [&](int64_t r) { prepare_row(step, r, true, made, input.quantised, scratch.row); });
+    worker.barrier();
+  }
+  return input;
+}
+
+// Tiles are numbered through all targets.
+void Project::multiply(const Step& step, const linear::Input& input, linear::Range rows, linear::Range tiles) const {
+  for (const Target& target : targets) {
+    const int64_t count = tiles_of(target);
+    const int64_t begin = std::max<int64_t>(tiles.begin, 0), end = std::min(tiles.end, count);
+    if (begin < end) {
+      const linear::Range outs{begin * linear::kTile, std::min(end * linear::kTile, target.matrix.out)};
+      step.linear->multiply(target.matrix, input, rows, outs, output_of(step, target, accumulate));
+    }
+    tiles = {tiles.begin - count, tiles.end - count};
+  }
+}
+
+void Project::multiply_gated(const Step& step, const linear::Input& input, linear::Range rows, linear::Range tiles, float* up) const {
+  const linear::Output out = output_of(step, targets[0], false);
+  const int64_t begin = tiles.begin * linear::kTile, end = std::min(tiles.end * linear::kTile, targets[0].matrix.out), n = end - begin;
+  step.linear->multiply(targets[0].matrix, input, rows, {begin, end}, out);
+  linear::Input shifted{input.x == nullptr ? nullptr : input.x + rows.begin * input.ldx, input.ldx, input.quantised};
+  if (shifted.quantised.data != nullptr) shifted.quantised.data += rows.begin * shifted.quantised.stride;
+  const float* bias = targets[1].bias.present() ? step.floats(targets[1].bias) + begin : nullptr;
+  step.linear->multiply(targets[1].matrix.rows(begin, n), shifted, {0, rows.end - rows.begin}, {0, n}, {up, n, bias, false});
+  for (int64_t r = rows.begin; r < rows.end; ++r) {
+    float* y = out.y + r * out.ldy + begin;
+    step.kernels->gated(y, up + (r - rows.begin) * n, gate, y, n);
+  }
+}
+
+void Project::run(const Step& step, Worker& worker) {
+  const int64_t rows = step.count(rows_);
+  if (rows == 0) return;
+  const Scratch scratch = scratch_of(worker);
+  const linear::Input input = prepare(step, worker, scratch);
+  int64_t tiles = 0;
+  for (const Target& target : targets) tiles += tiles_of(target);
+  if (is_gated) tiles = tiles_of(targets[0]);
+  const int64_t width = std::clamp<int64_t>(tiles / (4 * worker.threads()), 1, kTilesAtATime);
+  const int64_t row_blocks = (rows + kRowsAtATime - 1) / kRowsAtATime;
+  worker.share(counters[1], (tiles + width - 1) / width * row_blocks, [&](int64_t item) {
+    const int64_t row = item % row_blocks * kRowsAtATime, tile = item / row_blocks * width;
+    const linear::Range some_rows{row, std::min(row + kRowsAtATime, rows)}, some_tiles{tile, std::min(tile + width, tiles)};
+    if (is_gated) {
+      multiply_gated(step, input, some_rows, some_tiles, scratch.up);
+    } else {
+      multiply(step, input, some_rows, some_tiles);
+    }
+  });
+}
+
+}  // namespace trivium

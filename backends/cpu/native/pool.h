@@ -1,0 +1,92 @@
+// Threads that walk a tape together: every thread runs the same function; they meet at barriers and share out work items.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <thread>
+#include <vector>
+
+namespace trivium {
+
+// A counter of its own cache line, from which threads take work items.
+struct alignas(64) Counter {
+  std::atomic<int64_t> next{0};
+};
+
+class ThreadPool;
+
+// One thread's view of a run.
+class Worker {
+public:
+  Worker(ThreadPool& pool, int index) : pool_(pool), index_(index) {}
+
+  int index() const { return index_; }
+  int threads() const;
+  // All threads of the run meet here.
+  void barrier();
+  // Scratch memory of this thread: `bytes` from a 64-byte aligned address; valid until the next call. The pool must have
+  // been told to reserve as much.
+  void* scratch() const { return scratch_; }
+
+  // Runs f(i) for items 0..count-1, shared with the other threads through `counter`, which must be 0 when the run starts. Which thread takes
+  // which item is open, so f's result must not depend on it. No barrier before or after.
+  template <typename F>
+  void share(Counter& counter, int64_t count, F&& f) {
+    if (threads() == 1) {
+      for (int64_t i = 0; i < count; ++i) f(i);
+      return;
+    }
+    while (true) {
+      const int64_t i = counter.next.fetch_add(1, std::memory_order_relaxed);
+      if (i >= count) return;
+      f(i);
+    }
+  }
+
+private:
+  friend class ThreadPool;
+  ThreadPool& pool_;
+  int index_;
+  void* scratch_ = nullptr;
+};
+
+// `threads` threads, of which the caller of run() is one. Between runs the others spin for a moment, then sleep.
+class ThreadPool {
+public:
+  explicit ThreadPool(int threads);
+  ~ThreadPool();
+  ThreadPool(const ThreadPool&) = delete;
+  ThreadPool& operator=(const ThreadPool&) = delete;
+
+  int threads() const { return threads_; }
+  // Makes sure that each thread has `bytes` of scratch. Not during a run.
+  void reserve_scratch(size_t bytes);
+  // Calls job(worker) on every thread and returns when all are done. job must not throw.
+  void run(const std::function<void(Worker&)>& job);
+
+private:
+  friend class Worker;
+  void loop(int index);
+  void barrier();
+
+  int threads_;
+  std::vector<std::unique_ptr<Worker>> workers_;
+  std::vector<std::thread> helpers_;
+  size_t scratch_bytes_ = 0;
+  const std::function<void(Worker&)>* job_ = nullptr;
+  bool stop_ = false;
+
+  // Each on a cache line of its own: the epoch is what helpers wait on, `arrived` and `generation` make the barrier.
+  alignas(64) std::atomic<uint32_t> epoch_{0};
+  alignas(64) std::atomic<uint32_t> arrived_{0};
+  alignas(64) std::atomic<uint32_t> generation_{0};
+  alignas(64) std::atomic<uint32_t> sleepers_{0};
+};
+
+inline int Worker::threads() const { return pool_.threads(); }
+inline void Worker::barrier() { pool_.barrier(); }
+
+}  // namespace trivium

@@ -1,0 +1,111 @@
+// Row-wise kernels over Vec.
+#pragma once
+
+#include "kernels.h"
+#include "simd_math.h"
+
+namespace trivium::TRIVIUM_TIER {
+
+inline void add(const float* a, const float* b, float* y, int64_t n) {
+  map(y, n, [](Vec s, Vec t) { return s + t; }, a, b);
+}
+
+inline void mul(const float* a, const float* b, float* y, int64_t n) {
+  map(y, n, [](Vec s, Vec t) { return s * t; }, a, b);
+}
+
+inline void scale(const float* x, float factor, float* y, int64_t n) {
+  map(y, n, [f = set1(factor)](Vec s) { return s * f; }, x);
+}
+
+inline Vec capped(Vec x, Vec cap) { return cap * tanh(x / cap); }
+
+inline void softcap(const float* x, float cap, float* y, int64_t n) {
+  map(y, n, [c = set1(cap)](Vec s) { return capped(s, c); }, x);
+}
+
+// Calls use(f) with the function of `kind`.
+template <typename Use>
+inline void with_activation(Activation kind, Use use) {
+  switch (kind) {
+    case Activation::silu: return use([](Vec x) { return silu(x); });
+    case Activation::gelu: return use([](Vec x) { return gelu(x); });
+    case Activation::gelu_tanh: return use([](Vec x) { return gelu_tanh(x); });
+    case Activation::relu: return use([](Vec x) { return relu(x); });
+    case Activation::relu2: return use([](Vec x) { return relu2(x); });
+    case Activation::quick_gelu: return use([](Vec x) { return quick_gelu(x); });
+    case Activation::sigmoid: return use([](Vec x) { return sigmoid(x); });
+    case Activation::tanh: return use([](Vec x) { return tanh(x); });
+    case Activation::softplus: return use([](Vec x) { return softplus(x); });
+  }
+}
+
+inline void activation(const float* x, Activation kind, float* y, int64_t n) {
+  with_activation(kind, [&](auto f) { map(y, n, f, x); });
+}
+
+inline void gated(const float* gate, const float* up, const Gate& how, float* y, int64_t n) {
+  const Vec limit = set1(how.limit < 0 ? INFINITY : how.limit), floor = set1(how.limit < 0 ? -INFINITY : -how.limit);
+  const Vec offset = set1(how.up_offset);
+  auto apply = [&](auto f) {
+    map(y, n, [=](Vec g, Vec u) { return f(min(limit, g)) * (min(limit, max(floor, u)) + offset); }, gate, up);
+  };
+  if (how.alpha != 1) {
+    apply([alpha = set1(how.alpha)](Vec g) { return g * sigmoid(alpha * g); });
+  } else {
+    with_activation(how.kind, apply);
+  }
+}
+
+inline void rms_norm(const float* x, const float* weight, float eps, float offset, float* y, int64_t n) {
+  const float mean = sum(x, n, [](Vec v) { return v * v; }) / static_cast<float>(n);
+  const Vec factor = set1(1.0f / std::sqrt(mean + eps));
+  if (weight == nullptr) return map(y, n, [=](Vec v) { return v * factor; }, x);
+  map(y, n, [=, shift = set1(offset)](Vec v, Vec w) { return v * factor * (shift + w); }, x, weight);
+}
+
+inline void layer_norm(const float* x, const float* weight, const float* bias, float eps, float* y, int64_t n) {
+  const Vec mean = set1(sum(x, n, [](Vec v) { return v; }) / static_cast<float>(n));
+  map(y, n, [=](Vec v) { return v - mean; }, x);
+  const float variance = sum(y, n, [](Vec v) { return v * v; }) / static_cast<float>(n);
+  const Vec factor = set1(1.0f / std::sqrt(variance + eps));
+  map(y, n, [=](Vec v) { return v * factor; }, y);
+  if (weight != nullptr) mul(y, weight, y, n);
+  if (bias != nullptr) add(y, bias, y, n);
+}
+
+inline void rope(const float* x, const float* cosine, const float* sine, int64_t half, bool interleaved, float* y, int64_t n) {
+  if (interleaved) {
+    for (int64_t i = 0; i < half; ++i) {
+      const float a = x[2 * i], b = x[2 * i + 1];
+      y[2 * i] = a * cosine[i] - b * sine[i];
+      y[2 * i + 1] = b * cosine[i] + a * sine[i];
+    }
+  } else {
+    for (int64_t i = 0; i < half; i += W) {
+      const int64_t count = half - i < W ? half - i : W;
+      const Vec a = load_n(x + i, count), b = load_n(x + half + i, count);
+      const Vec c = load_n(cosine + i, count), s = load_n(sine + i, count);
+      store_n(y + i, a * c - b * s, count);
+      store_n(y + half + i, b * c + a * s, count);
+    }
+  }
+  if (y != x) {
+    for (int64_t i = 2 * half; i < n; ++i) y[i] = x[i];
+  }
+}
+
+inline float max_of(const float* x, int64_t n) {
+  Vec peak = set1(-INFINITY);
+  int64_t i = 0;
+  for (; i + W <= n; i += W) peak = max(peak, load(x + i));
+  float best = reduce_max(peak);
+  for (; i < n; ++i) best = best < x[i] ? x[i] : best;
+  return best;
+}
+
+inline void exp_of(const float* x, float* y, int64_t n) {
+  map(y, n, [](Vec v) { return exp(v); }, x);
+}
+
+}  // namespace trivium::TRIVIUM_TIER

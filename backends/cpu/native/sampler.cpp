@@ -1,0 +1,207 @@
+#include "sampler.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+namespace trivium {
+namespace {
+
+// Below this exp(y) < 2^-53: such a term leaves a float64 sum that is >= 1 exactly as it was.
+constexpr float kVanishing = -37.0f;
+// So many candidates are brought into order at a time; most draws end among the first.
+constexpr int64_t kSorted = 512;
+
+// A 64-bit key whose ascending order is (value descending, id ascending); -0 equals 0.
+uint64_t sort_key(float value, int64_t id) {
+  const float plain = value + 0.0f;
+  uint32_t bits;
+  std::memcpy(&bits, &plain, sizeof(bits));
+  const uint32_t ascending = bits >> 31 ? ~bits : bits | 0x80000000u;
+  return static_cast<uint64_t>(~ascending) << 32 | static_cast<uint64_t>(id);
+}
+
+int64_t id_of(uint64_t key) { return static_cast<int64_t>(key & 0xffffffffu); }
+
+// Keys in ascending order, sorted only as far as they are asked for.
+class LazyOrder {
+public:
+  LazyOrder(uint64_t* keys, int64_t count) : keys_(keys), count_(count) {}
+
+  int64_t at(int64_t index) {
+    if (index >= sorted_) sort_to(index + 1);
+    return id_of(keys_[index]);
+  }
+
+private:
+  void sort_to(int64_t wanted) {
+    const int64_t end = std::min(count_, std::max(wanted, std::max(sorted_ * 4, kSorted)));
+    if (end < count_) std::nth_element(keys_ + sorted_, keys_ + end, keys_ + count_);
+    std::sort(keys_ + sorted_, keys_ + end);
+    sorted_ = end;
+  }
+
+  uint64_t* keys_;
+  int64_t count_;
+  int64_t sorted_ = 0;
+};
+
+int64_t argmax(const Kernels& kernels, const float* x, int64_t n) {
+  const float peak = kernels.max(x, n);
+  return std::max<int64_t>(0, std::find(x, x + n, peak) - x) % n;
+}
+
+// What one thread needs for a row.
+struct Scratch {
+  float* edited;    // logits after penalties, bias and mask
+  float* y;         // those over the temperature
+  uint64_t* keys;
+  double* sums;
+
+  static size_t bytes(int64_t vocab) { return static_cast<size_t>(vocab + 16) * (2 * sizeof(float) + sizeof(uint64_t) + sizeof(double)); }
+  Scratch(void* memory, int64_t vocab) {
+    const int64_t padded = vocab + 16;
+    keys = static_cast<uint64_t*>(memory);
+    sums = reinterpret_cast<double*>(keys + padded);
+    edited = reinterpret_cast<float*>(sums + padded);
+    y = edited + padded;
+  }
+};
+
+void apply_penalties(float* x, int64_t row, const SampleArrays& in) {
+  const float repetition = in.repetition[row], frequency = in.frequency[row], presence = in.presence[row];
+  for (int32_t i = in.seen_starts[row]; i < in.seen_starts[row + 1]; ++i) {
+    float v = x[in.seen_ids[i]];
+    v = v > 0 ? v / repetition : v * repetition;
+    const float used = frequency * static_cast<float>(in.seen_counts[i]);
+    v = v - used;
+    x[in.seen_ids[i]] = v - presence * (in.seen_counts[i] > 0 ? 1.0f : 0.0f);
+  }
+}
+
+void apply_mask(float* x, const uint32_t* mask, int64_t vocab) {
+  for (int64_t i = 0; i < vocab; ++i) {
+    if (!(mask[i / 32] >> (i % 32) & 1)) x[i] = -std::numeric_limits<float>::infinity();
+  }
+}
+
+// Stages 2 to 4. Returns x itself if there is nothing to do.
+const float* adjust(const float* x, int64_t row, const SampleArrays& in, int64_t vocab, float* edited) {
+  const bool seen = in.seen_starts[row] < in.seen_starts[row + 1], biased = in.bias_starts[row] < in.bias_starts[row + 1];
+  if (!seen && !biased && in.mask == nullptr) return x;
+  std::memcpy(edited, x, static_cast<size_t>(vocab) * sizeof(float));
+  apply_penalties(edited, row, in);
+  for (int32_t i = in.bias_starts[row]; i < in.bias_starts[row + 1]; ++i) edited[in.bias_ids[i]] += in.bias[i];
+  if (in.mask != nullptr) apply_mask(edited, in.mask + row * in.mask_words, vocab);
+  return edited;
+}
+
+// Stages 6 to 10 of a row with a temperature.
+int64_t draw_from(const Kernels& kernels, const float* x, int64_t row, const SampleArrays& in, int64_t vocab, const Scratch& scratch) {
+  const float temperature = in.temperature[row], top_p = in.top_p[row], min_p = in.min_p[row];
+  for (int64_t i = 0; i < vocab; ++i) scratch.y[i] = x[i] / temperature;
+  const float peak = kernels.max(scratch.y, vocab);
+  if (!std::isfinite(peak)) return argmax(kernels, x, vocab);
+  const float floor = top_p >= 1 && min_p > 0 ? std::max(std::log(min_p) - 1, kVanishing) : kVanishing;
+  int64_t count = 0;
+  for (int64_t i = 0; i < vocab; ++i) {
+    const float y = scratch.y[i] - peak;
+    scratch.y[i] = y;
+    scratch.keys[count] = sort_key(y, i);
+    count += y > floor;
+  }
+  if (in.top_k[row] > 0 && in.top_k[row] < count) {
+    std::nth_element(scratch.keys, scratch.keys + in.top_k[row], scratch.keys + count);
+    count = in.top_k[row];
+  }
+  kernels.exp(scratch.y, scratch.y, vocab);
+  LazyOrder order(scratch.keys, count);
+  // The sum of all in order, where the pipeline needs it. Beyond kSorted candidates the order within the sum is left open: it moves a
+  // float64 sum by less than the last bit of one exp does.
+  double limit = std::numeric_limits<double>::infinity();
+  if (top_p < 1) {
+    double all = 0;
+    if (count <= kSorted) order.at(count - 1);
+    for (int64_t i = 0; i < count; ++i) all += scratch.y[id_of(scratch.keys[i])];
+    limit = static_cast<double>(top_p) * all;
+  }
+  const double u = uniform(in.seed[row], in.position[row]);
+  int64_t end = 0;
+  double sum = 0;
+  if (top_p >= 1 && min_p <= 0 && count > kSorted) {
+    // Everything stays: the total needs no order, and only the part up to the draw is sorted.
+    double all = 0;
+    for (int64_t i = 0; i < count; ++i) all += scratch.y[id_of(scratch.keys[i])];
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t id = order.at(i);
+      sum += scratch.y[id];
+      if (sum > u * all) return id;
+    }
+    return order.at(count - 1);
+  }
+  while (end < count) {
+    const float e = scratch.y[order.at(end)];
+    if (e < min_p) break;
+    sum += e;
+    scratch.sums[end++] = sum;
+    if (sum >= limit) break;
+  }
+  const double target = u * scratch.sums[end - 1];
+  return order.at(std::upper_bound(scratch.sums, scratch.sums + end, target) - scratch.sums);
+}
+
+// Logprobs, rank and alternatives of a chosen id, from raw logits.
+void report(const Kernels& kernels, const float* x, int64_t row, int64_t chosen, int64_t vocab, const SampledArrays& out, const Scratch& scratch) {
+  const float peak = kernels.max(x, vocab);
+  for (int64_t i = 0; i < vocab; ++i) scratch.y[i] = x[i] - peak;
+  kernels.exp(scratch.y, scratch.y, vocab);
+  double sum = 0;
+  int32_t rank = 1;
+  for (int64_t i = 0; i < vocab; ++i) {
+    sum += scratch.y[i];
+    rank += x[i] > x[chosen] || (x[i] == x[chosen] && i < chosen);
+    scratch.keys[i] = sort_key(x[i], i);
+  }
+  const double normaliser = static_cast<double>(peak) + std::log(sum);
+  out.logprobs[row] = static_cast<float>(x[chosen] - normaliser);
+  out.ranks[row] = rank;
+  LazyOrder order(scratch.keys, vocab);
+  for (int64_t i = 0; i < out.alternatives; ++i) {
+    const int64_t id = order.at(i);
+    out.top_ids[row * out.alternatives + i] = static_cast<int32_t>(id);
+    out.top_logprobs[row * out.alternatives + i] = static_cast<float>(x[id] - normaliser);
+  }
+}
+
+}  // namespace
+
+double uniform(uint64_t seed, int64_t position) {
+  const uint64_t at = static_cast<uint64_t>(position);
+  uint32_t c[4] = {static_cast<uint32_t>(at), static_cast<uint32_t>(at >> 32), 0, 0};
+  uint32_t k0 = static_cast<uint32_t>(seed), k1 = static_cast<uint32_t>(seed >> 32);
+  for (int round = 0; round < 10; ++round) {
+    const uint64_t p0 = uint64_t{0xD2511F53} * c[0], p1 = uint64_t{0xCD9E8D57} * c[2];
+    const uint32_t next[4] = {static_cast<uint32_t>(p1 >> 32) ^ c[1] ^ k0, static_cast<uint32_t>(p1),
+                              static_cast<uint32_t>(p0 >> 32) ^ c[3] ^ k1, static_cast<uint32_t>(p0)};
+    std::copy(next, next + 4, c);
+    k0 += 0x9E3779B9u;
+    k1 += 0xBB67AE85u;
+  }
+  return static_cast<double>(c[0] >> 8) * 0x1p-24;
+}
+
+void Sampler::reserve(ThreadPool& pool, int64_t vocab_size) { pool.reserve_scratch(Scratch::bytes(vocab_size)); }
+
+void Sampler::draw(const float* x, int64_t row, const SampleArrays& in, int64_t vocab, const SampledArrays& out, void* memory) const {
+  const Scratch scratch(memory, vocab);
+  int64_t id = in.score_ids[row];
+  if (id < 0) {
+    const float* edited = adjust(x, row, in, vocab, scratch.edited);
+    id = in.temperature[row] > 0 ? draw_from(kernels_, edited, row, in, vocab, scratch) : argmax(kernels_, edited, vocab);
+  }
+  out.ids[row] = static_cast<int32_t>(id);
+  if (in.top_logprobs >= 0) report(kernels_, x, row, id, vocab, out, scratch);
+}
+
+}  // namespace trivium

@@ -1,0 +1,90 @@
+// exp, tanh and the activations over Vec, to about one unit in the last place.
+#pragma once
+
+#include <cmath>
+
+#include "simd.h"
+
+namespace trivium::TRIVIUM_TIER {
+
+// e^x: x = n ln 2 + r with |r| <= ln 2 / 2, e^r by its Taylor series to the seventh power (error below 2^-27). Below -87.3 the result is 0,
+// above 88.7 infinity; NaN gives NaN.
+inline Vec exp(Vec x) {
+  const Vec low = set1(-87.33654f), high = set1(88.72283f);
+  const Vec clamped = min(high, max(low, x));  // in this order NaN passes through
+  const Vec n = round(clamped * set1(1.44269504f));
+  const Vec r = fma(n, set1(2.12194440e-4f), fma(n, set1(-0.693359375f), clamped));
+  Vec p = set1(1.0f / 5040);
+  p = fma(p, r, set1(1.0f / 720));
+  p = fma(p, r, set1(1.0f / 120));
+  p = fma(p, r, set1(1.0f / 24));
+  p = fma(p, r, set1(1.0f / 6));
+  p = fma(p, r, set1(0.5f));
+  p = fma(p, r, set1(1.0f));
+  p = fma(p, r, set1(1.0f));
+  // 2^n in two steps, since n may be 128.
+  const Vec half = round(n * set1(0.5f) - set1(0.25f));
+  Vec y = p * exp2_whole(half) * exp2_whole(n - half);
+  y = select_less(x, low, set1(0), y);
+  return select_less(high, x, set1(INFINITY), y);
+}
+
+// The same without care for large or undefined x: for x <= 0 or -infinity, as softmax needs it.
+inline Vec exp_negative(Vec x) {
+  const Vec low = set1(-87.33654f);
+  const Vec clamped = max(low, x);
+  const Vec n = round(clamped * set1(1.44269504f));
+  const Vec r = fma(n, set1(2.12194440e-4f), fma(n, set1(-0.693359375f), clamped));
+  Vec p = set1(1.0f / 5040);
+  p = fma(p, r, set1(1.0f / 720));
+  p = fma(p, r, set1(1.0f / 120));
+  p = fma(p, r, set1(1.0f / 24));
+  p = fma(p, r, set1(1.0f / 6));
+  p = fma(p, r, set1(0.5f));
+  p = fma(p, r, set1(1.0f));
+  p = fma(p, r, set1(1.0f));
+  return select_less(x, low, set1(0), p * exp2_whole(n));
+}
+
+// The same operations on one number, so that the bits agree with a lane of exp_negative.
+inline float exp_negative(float x) {
+  alignas(64) float lanes[W];
+  store(lanes, exp_negative(set1(x)));
+  return lanes[0];
+}
+
+inline Vec sigmoid(Vec x) { return set1(1) / (set1(1) + exp(set1(0) - x)); }
+
+// Below 0.55 a rational approximation (continued fraction of tanh, seven levels), elsewhere 1 - 2 / (e^2x + 1).
+inline Vec tanh(Vec x) {
+  const Vec z = x * x;
+  const Vec small = x * fma(z, fma(z, z + set1(378), set1(17325)), set1(135135)) /
+                    fma(z, fma(z, fma(z, set1(28), set1(3150)), set1(62370)), set1(135135));
+  const Vec large = set1(1) - set1(2) / (exp(x + x) + set1(1));
+  return select_less(abs(x), set1(0.55f), small, large);
+}
+
+template <typename F>
+inline Vec each_lane(Vec x, F f) {
+  alignas(64) float lanes[W];
+  store(lanes, x);
+  for (float& lane : lanes) lane = f(lane);
+  return load(lanes);
+}
+
+inline Vec silu(Vec x) { return x * sigmoid(x); }
+inline Vec gelu(Vec x) {
+  return set1(0.5f) * x * (set1(1) + each_lane(x * set1(0.70710678f), [](float t) { return std::erf(t); }));
+}
+inline Vec gelu_tanh(Vec x) {
+  const Vec inner = set1(0.7978845608f) * (x + set1(0.044715f) * x * x * x);
+  return set1(0.5f) * x * (set1(1) + tanh(inner));
+}
+inline Vec relu(Vec x) { return max(set1(0), x); }
+inline Vec relu2(Vec x) { return relu(x) * relu(x); }
+inline Vec quick_gelu(Vec x) { return x * sigmoid(set1(1.702f) * x); }
+inline Vec softplus(Vec x) {
+  return each_lane(x, [](float t) { return t > 0 ? t + std::log1p(std::exp(-t)) : std::log1p(std::exp(t)); });
+}
+
+}  // namespace trivium::TRIVIUM_TIER

@@ -1,0 +1,81 @@
+#include "tape.h"
+
+#include <algorithm>
+
+namespace trivium {
+
+Tape::Tape(std::shared_ptr<ThreadPool> pool, const Kernels& kernels, const linear::LinearKernels& linear, std::shared_ptr<KvPool> kv)
+    : pool_(std::move(pool)), kv_(std::move(kv)), sampler_(kernels) {
+  step_.kernels = &kernels;
+  step_.linear = &linear;
+  step_.kv = kv_.get();
+}
+
+void Tape::set_arenas(std::array<int64_t, 3> numbers, int64_t max_tokens, int64_t max_rows) {
+  numbers_ = numbers;
+  max_tokens_ = max_rows_ = 0;
+  memory_[2] = std::make_unique<LazyMemory>(static_cast<size_t>(numbers[2]) * sizeof(float));
+  grow(std::max<int64_t>(max_tokens, 1), std::max<int64_t>(max_rows, 1));
+}
+
+void Tape::grow(int64_t tokens, int64_t rows) {
+  auto allocate = [&](size_t space, int64_t units) {
+    memory_[space].reset();
+    memory_[space] = std::make_unique<LazyMemory>(static_cast<size_t>(numbers_[space] * units) * sizeof(float));
+  };
+  if (tokens > max_tokens_) allocate(0, max_tokens_ = tokens);
+  if (rows > max_rows_) allocate(1, max_rows_ = rows);
+  for (size_t i = 0; i < 3; ++i) step_.arenas[i] = reinterpret_cast<float*>(memory_[i]->data());
+}
+
+void Tape::add(std::unique_ptr<Op> op, const char* name, bool barrier) {
+  op->name = name;
+  op->barrier = barrier;
+  pool_->reserve_scratch(op->scratch_bytes());
+  ops_.push_back(std::move(op));
+  seconds_.push_back(0);
+}
+
+void Tape::begin(const Step& step) {
+  grow(step.tokens, step.rows);
+  const Step old = step_;
+  step_ = step;
+  step_.arenas = old.arenas;
+  step_.kernels = old.kernels;
+  step_.linear = old.linear;
+  step_.kv = old.kv;
+}
+
+void Tape::run_range(int64_t first, int64_t last) {
+  for (int64_t i = first; i < last; ++i) {
+    for (Counter& counter : ops_[static_cast<size_t>(i)]->counters) counter.next.store(0, std::memory_order_relaxed);
+  }
+  using Clock = std::chrono::steady_clock;
+  pool_->run([&](Worker& worker) {
+    for (int64_t i = first; i < last; ++i) {
+      Op& op = *ops_[static_cast<size_t>(i)];
+      if ((op.barrier && i > first) || profile_) worker.barrier();
+      const auto start = profile_ ? Clock::now() : Clock::time_point{};
+      op.run(step_, worker);
+      if (!profile_) continue;
+      worker.barrier();
+      if (worker.index() == 0) seconds_[static_cast<size_t>(i)] += std::chrono::duration<double>(Clock::now() - start).count();
+    }
+  });
+}
+
+void Tape::sample(const Ref& logits, int64_t width, const SampleArrays& in, int64_t vocab_size, const SampledArrays& out) {
+  sampler_.reserve(*pool_, vocab_size);
+  const float* x = step_.floats(logits);
+  Counter counter;
+  pool_->run([&](Worker& worker) {
+    worker.share(counter, step_.rows, [&](int64_t row) { sampler_.draw(x + row * width, row, in, vocab_size, out, worker.scratch()); });
+  });
+}
+
+void Tape::set_profile(bool on) {
+  profile_ = on;
+  std::fill(seconds_.begin(), seconds_.end(), 0.0);
+}
+
+}  // namespace trivium

@@ -1,0 +1,127 @@
+// The tape: a compiled Program as a flat list of operations that all threads walk together.
+//
+// Every value has a place in one of three arenas. Those of the symbolic arenas (tokens, rows) are laid out for one row and scaled by the
+// number of rows in the step, so that a step of one token touches a few neighbouring cache lines and nothing is allocated in a step.
+#pragma once
+
+#include <array>
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "kernels.h"
+#include "kv_pool.h"
+#include "linear/linear.h"
+#include "pool.h"
+#include "sampler.h"
+
+namespace trivium {
+
+enum class Space : int { tokens, rows, fixed, constant, input };
+
+// The integer arrays of a step that operations may name.
+enum class Input : int { token_ids, positions, query_starts, context_lens, sample_rows };
+
+// Where a value lies. tokens, rows: `offset` numbers (4 bytes each) times the rows of the step; fixed: `offset` numbers; constant: `pointer`;
+// input: `offset` is an Input.
+struct Ref {
+  Space space = Space::constant;
+  int64_t offset = 0;
+  const void* pointer = nullptr;
+
+  bool present() const { return space != Space::constant || pointer != nullptr; }
+};
+
+// A size: `factor` times the tokens or sampled rows of the step, or just `factor` (Space::fixed).
+struct Extent {
+  Space symbol = Space::fixed;
+  int64_t factor = 0;
+};
+
+// One step, as operations see it.
+struct Step {
+  int64_t tokens = 0, seqs = 0, rows = 0;
+  int64_t blocks = 0;  // columns of a block table
+  std::array<const int32_t*, 5> inputs{};
+  const int32_t* block_tables = nullptr;  // [groups][seqs][blocks]
+  const int64_t* slot_mapping = nullptr;  // [groups][tokens]
+  std::array<float*, 3> arenas{};
+  const Kernels* kernels = nullptr;
+  const linear::LinearKernels* linear = nullptr;
+  const KvPool* kv = nullptr;
+
+  int64_t unit(Space space) const { return space == Space::tokens ? tokens : space == Space::rows ? rows : 1; }
+  int64_t count(Extent extent) const { return extent.factor * unit(extent.symbol); }
+  float* floats(const Ref& ref) const {
+    if (ref.space == Space::constant) return static_cast<float*>(const_cast<void*>(ref.pointer));
+    return arenas[static_cast<size_t>(ref.space)] + ref.offset * unit(ref.space);
+  }
+  const int32_t* ints(const Ref& ref) const {
+    if (ref.space == Space::input) return inputs[static_cast<size_t>(ref.offset)];
+    return reinterpret_cast<const int32_t*>(floats(ref));
+  }
+};
+
+// One operation. Every thread calls run(); operations share out their work through counters().
+class Op {
+public:
+  virtual ~Op() = default;
+  virtual void run(const Step& step, Worker& worker) = 0;
+  // Scratch that each thread needs, bytes.
+  virtual size_t scratch_bytes() const { return 0; }
+
+  const char* name = "";
+  bool barrier = true;  // all threads meet before it, because it depends on what came before
+  std::array<Counter, 2> counters;
+};
+
+// The layer of a PagedKV state: where its keys and values lie in a page, and which block table it uses.
+struct KvLayer {
+  int64_t group = 0;
+  int64_t offset = 0;  // bytes from the start of a page
+  KvLayout layout;
+};
+
+class Tape {
+public:
+  Tape(std::shared_ptr<ThreadPool> pool, const Kernels& kernels, const linear::LinearKernels& linear, std::shared_ptr<KvPool> kv);
+
+  // Sizes of the arenas in numbers (per row for tokens and rows), and the largest step that is expected. A larger one grows them.
+  void set_arenas(std::array<int64_t, 3> numbers, int64_t max_tokens, int64_t max_rows);
+  void add(std::unique_ptr<Op> op, const char* name, bool barrier);
+  int64_t size() const { return static_cast<int64_t>(ops_.size()); }
+  // Keeps something alive as long as the tape.
+  void keep(std::shared_ptr<const void> thing) { kept_.push_back(std::move(thing)); }
+
+  // Points the tape at a step. The arrays must stay until the last run_range.
+  void begin(const Step& step);
+  // Runs operations [first, last) of the current step.
+  void run_range(int64_t first, int64_t last);
+  // The current step, with its arenas.
+  const Step& step() const { return step_; }
+  // Samples from `logits` of the current step.
+  void sample(const Ref& logits, int64_t width, const SampleArrays& in, int64_t vocab_size, const SampledArrays& out);
+
+  // Seconds that each operation took since profiling was switched on, as the first thread saw it; all threads meet between operations.
+  void set_profile(bool on);
+  const std::vector<double>& seconds() const { return seconds_; }
+  const char* name(int64_t index) const { return ops_[static_cast<size_t>(index)]->name; }
+
+private:
+  void grow(int64_t tokens, int64_t rows);
+
+  std::shared_ptr<ThreadPool> pool_;
+  std::shared_ptr<KvPool> kv_;
+  std::vector<std::unique_ptr<Op>> ops_;
+  std::vector<std::shared_ptr<const void>> kept_;
+  std::array<int64_t, 3> numbers_{};
+  int64_t max_tokens_ = 0, max_rows_ = 0;
+  std::array<std::unique_ptr<LazyMemory>, 3> memory_;
+  Step step_;
+  Sampler sampler_;
+  bool profile_ = false;
+  std::vector<double> seconds_;
+};
+
+}  // namespace trivium
