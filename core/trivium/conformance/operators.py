@@ -1,0 +1,94 @@
+"""Every operator of the set, run by the backend and by its reference."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from trivium.conformance.examples import Example, make_example
+from trivium.conformance.lab import Lab, Outcome
+from trivium.conformance.numbers import expect_close, tolerance
+from trivium.conformance.report import Check, Mismatch, Verdict
+from trivium.ops import OPERATORS, Case, Operator, Pattern, PagedState, Program, Tolerance
+from trivium.plugin.select import Choice, choose, kernel_name
+
+SEED = 20240
+COLLECTIVES = frozenset({"all_reduce", "all_gather", "send", "recv"})
+
+
+def checks(lab: Lab) -> Iterator[Check]:
+    """One check an operator; `sample` has an area of its own."""
+    for op in OPERATORS.values():
+        if op.name != "sample":
+            yield Check("operators", op.name, lambda op=op: judge_operator(lab, op))  # type: ignore[misc]
+
+
+def judge_operator(lab: Lab, op: Operator) -> Verdict:
+    """All the operator's cases in all dtypes of the backend, and in all its KV dtypes where the operator has a paged state."""
+    if op.name in COLLECTIVES and not lab.capabilities.collectives:
+        return Verdict(lab.capabilities.unsupported.get("collectives", "the backend has no collectives"), "skipped")
+    choices = [
+        judge_case(lab, op, case, dtype, kv_dtype, f"case {number}")
+        for dtype in lab.dtypes
+        for number, case in enumerate(op.cases(np.random.default_rng(SEED)))
+        for kv_dtype in kv_dtypes(lab, case)
+    ]
+    return verdict(lab, choices)
+
+
+def kv_dtypes(lab: Lab, case: Case) -> Sequence[str]:
+    """The KV dtypes to try a case in."""
+    paged = any(isinstance(a, PagedState) for a in case.args)
+    return lab.capabilities.kv_dtypes if paged else lab.capabilities.kv_dtypes[:1]
+
+
+def judge_case(lab: Lab, op: Operator | Pattern, case: Case, dtype: str, kv_dtype: str, what: str) -> Choice:
+    """Runs one case and compares results and states; returns the kernel that ran it, or raises Mismatch."""
+    example = make_example(op, case, dtype=dtype, page_size=lab.page_size)
+    program = example.fused(op) if isinstance(op, Pattern) else example.program
+    choice = chosen(lab, program, example, op)
+    where = f"{what} in {dtype}" if len(kv_dtypes(lab, case)) == 1 else f"{what} in {dtype}, KV in {kv_dtype}"
+    try:
+        outcome = lab.run(example, program, dtype=dtype, kv_dtype=kv_dtype)
+    except Exception as e:
+        raise Mismatch(f"{where} {shapes(case)}: {type(e).__name__}: {e}") from e
+    paged = any(isinstance(a, PagedState) for a in case.args)
+    compare(f"{where} {shapes(case)}:", outcome, tolerance(op, (dtype, kv_dtype) if paged else (dtype,)))
+    return choice
+
+
+def chosen(lab: Lab, program: Program, example: Example, op: Operator | Pattern) -> Choice:
+    """Which kernel would run the call that is judged."""
+    for call in program.calls:
+        if call.op is op and example.results[0] in call.results:
+            return choose(call, lab.kernels)
+    raise Mismatch("the pattern does not match what its own function builds")
+
+
+def shapes(case: Case) -> str:
+    """The arguments' shapes and the attributes, for messages."""
+    sizes = [str(list(a.shape)) if isinstance(a, np.ndarray) else "none" if a is None else "state" for a in case.args]
+    return f"({', '.join(sizes)}{''.join(f', {k}={v!r}' for k, v in case.attrs.items())})"
+
+
+def compare(what: str, outcome: Outcome, allowed: Tolerance) -> None:
+    """Outputs and states within the tolerance; integers exactly."""
+    for name, want in outcome.want.items():
+        exact = Tolerance(0, 0) if np.issubdtype(want.dtype, np.integer) else allowed
+        expect_close(f"{what} {name}", outcome.outputs[name], want, exact)
+    for got, right in zip(outcome.states, outcome.want_states):
+        for part in ("k", "v", "data"):
+            if hasattr(right, part):
+                expect_close(f"{what} state {part}", getattr(got, part), getattr(right, part), allowed)
+
+
+def verdict(lab: Lab, choices: Sequence[Choice]) -> Verdict:
+    """Passed if a kernel ran at least one of the cases, fallback if the host ran all of them."""
+    kernels = Counter(kernel_name(c.kernel) for c in choices if c.kernel is not None)
+    reasons = {reason for c in choices if c.kernel is None for _, reason in c.refused}
+    host = sum(c.kernel is None for c in choices)
+    ran = [f"{n} x {name}" for name, n in kernels.items()] + ([f"{host} x on the host"] if host else [])
+    because = f" ({'; '.join(sorted(reasons))})" if reasons else ""
+    return Verdict(f"{len(choices)} cases: {', '.join(ran)}{because}", "passed" if kernels else "fallback")
