@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except TriviumError as e:
         complain(str(e))
-        return 2 if isinstance(e, InvalidRequestError) and e.param is not None else 1
+        return 2 if isinstance(e, InvalidRequestError) else 1
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:

@@ -31,6 +31,10 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As in argparse; what nobody knows is refused here, by the command whose flags could have been meant."""
         known, extra = super().parse_known_args(args, namespace)
+        late = [a.dest for a in self._actions if a.nargs == "?" and not a.option_strings and getattr(known, a.dest) is None]
+        if late and extra and not extra[0].startswith("-"):
+            # argparse gives an optional positional up where the first flag stands; here it may come later.
+            setattr(known, late[0], extra.pop(0))
         if extra:
             flags = [flag for action in self._actions for flag in action.option_strings]
             self.error(f"unknown argument {extra[0]}{nearest(extra[0].partition('=')[0], flags)}")

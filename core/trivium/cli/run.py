@@ -14,9 +14,9 @@ from trivium.cli.parser import UsageError, add_model, load_options, number
 if TYPE_CHECKING:
     from trivium.api import LLM
     from trivium.engine import RequestOutput
-    from trivium.sampling import SamplingParams
 
 SEED = 0
+MAX_TOKENS = 512
 HELP = "/help: this list; /clear: forget the conversation; /bye: leave (or Ctrl-D); Ctrl-C: stop the answer"
 
 
@@ -31,7 +31,8 @@ def add_run(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--system", metavar="TEXT", help="system message of the chat")
     group.add_argument("--raw", action="store_true", help="continue the text as it is, without the model's chat template")
-    group.add_argument("--max-tokens", type=number(int, 1), default=512, help="longest answer in tokens (default: 512)")
+    limit = f"longest answer in tokens (default: {MAX_TOKENS}, or what the context leaves)"
+    group.add_argument("--max-tokens", type=number(int, 1), help=limit)
     group.add_argument("--temperature", type=float, help="0 = greedy")
     group.add_argument("--top-p", type=float)
     group.add_argument("--top-k", type=int)
@@ -50,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     chosen = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     _check(chosen)
     with LLM(args.model, **load_options(args)) as llm:
-        chat = Chat(llm, llm.default_params(**chosen), args.system, raw=args.raw)
+        chat = Chat(llm, chosen, args.system, raw=args.raw)
         if args.prompt is None:
             return converse(chat)
         return 0 if chat.ask(args.prompt) else 130
@@ -66,13 +67,13 @@ def _check(chosen: dict[str, Any]) -> None:
 class Chat:
     """A conversation; with a model that has no chat template, single completions."""
 
-    def __init__(self, llm: LLM, params: SamplingParams, system: str | None, *, raw: bool) -> None:
+    def __init__(self, llm: LLM, chosen: dict[str, Any], system: str | None, *, raw: bool) -> None:
         self.templated = llm.tokenizer.chat_template is not None and not raw
         if system is not None and not self.templated:
             why = "--raw leaves the chat template out" if raw else "this model has no chat template"
             raise UsageError(f"trivium run: --system has no place: {why}")
         self._llm = llm
-        self._params = params
+        self._chosen = chosen
         self._system = [] if system is None else [{"role": "system", "content": system}]
         self._history: list[dict[str, str]] = []
 
@@ -83,10 +84,12 @@ class Chat:
     def ask(self, text: str) -> bool:
         """Streams the answer to standard output and its figures to standard error; False if Ctrl-C stopped it."""
         question = {"role": "user", "content": text}
-        prompt: Any = [*self._system, *self._history, question] if self.templated else text
+        prompt = self._llm.encode_chat([*self._system, *self._history, question]) if self.templated else self._llm.encode(text)
+        room = max(1, self._llm.loaded.max_model_len - len(prompt))
+        params = self._llm.default_params(**{"max_tokens": min(MAX_TOKENS, room), **self._chosen})
         parts: list[str] = []
         count, last = 0, None
-        with Interrupt() as interrupt, contextlib.closing(self._llm.stream(prompt, self._params)) as news:  # type: ignore[type-var]
+        with Interrupt() as interrupt, contextlib.closing(self._llm.stream(prompt, params)) as news:  # type: ignore[type-var]
             for last in news:
                 for output in last.outputs:
                     count += len(output.token_ids)

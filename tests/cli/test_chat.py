@@ -1,0 +1,131 @@
+"""`trivium run` as a conversation: history, slash commands, Ctrl-C, and a real process."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+from chat_models import make_chat_model
+
+from trivium import LLM
+from trivium.cli import main
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_chat_model(tmp_path_factory.mktemp("models") / "chat")
+
+
+@pytest.fixture
+def talk(folder, monkeypatch, capsys):
+    """Runs a conversation over standard input: (exit code, the prompts that the model saw, output, errors)."""
+    seen = []
+    stream = LLM.stream
+
+    def spy(self, prompt, params, **template):
+        seen.append(bytes(prompt).decode())
+        return stream(self, prompt, params, **template)
+
+    monkeypatch.setattr(LLM, "stream", spy)
+
+    def run(text: str, *flags: str):
+        seen.clear()
+        monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+        code = main(["run", str(folder), "--backend", "reference", "--max-tokens", "4", *flags])
+        return code, seen, *capsys.readouterr()
+
+    return run
+
+
+def test_a_conversation_keeps_its_history_until_cleared(talk):
+    code, prompts, _, _ = talk("one\n\ntwo\n/clear\nthree\n", "--system", "S", "--stop", "nothing")
+    assert code == 0 and len(prompts) == 3
+    assert prompts[0] == "[system]S[user]one[assistant]"
+    assert re.fullmatch(r"\[system\]S\[user\]one\[assistant\].+\[user\]two\[assistant\]", prompts[1], re.DOTALL)
+    assert prompts[2] == "[system]S[user]three[assistant]"
+
+
+def test_slash_commands(talk):
+    code, prompts, out, err = talk("/help\n/nonsense now\n/bye\nnever read\n")
+    assert code == 0 and prompts == [] and out == ""
+    assert err.count("/clear") == 2 and "no command /nonsense;" in err
+
+
+def test_raw_lines_are_completed_one_by_one(talk):
+    assert talk("one\ntwo\n", "--raw")[1] == ["one", "two"]
+
+
+def test_a_question_too_long_is_told_and_forgotten(talk):
+    code, prompts, _, err = talk("x" * 600 + "\nshort\n")
+    assert code == 0 and "prompt and output together" in err and prompts[1:] == ["[user]short[assistant]"]
+
+
+def test_the_default_length_is_what_the_context_leaves(folder, capsys):
+    assert main(["run", str(folder), "x" * 480, "--raw", "--backend", "reference", "--ignore-eos"]) == 0
+    assert "[32 tokens, " in capsys.readouterr().err
+
+
+def interrupting(monkeypatch, after: int, times: int = 1):
+    """The stream sends Ctrl-C to its own process after some pieces."""
+    stream = LLM.stream
+
+    def pressed(self, prompt, params, **template):
+        for i, news in enumerate(stream(self, prompt, params, **template), 1):
+            if i == after:
+                for _ in range(times):
+                    signal.raise_signal(signal.SIGINT)
+            yield news
+
+    monkeypatch.setattr(LLM, "stream", pressed)
+
+
+def test_ctrl_c_stops_an_answer_and_the_chat_goes_on(talk, monkeypatch):
+    interrupting(monkeypatch, after=2)
+    before = signal.getsignal(signal.SIGINT)
+    code, _, out, err = talk("one\ntwo\n", "--max-tokens", "50", "--ignore-eos")
+    assert code == 0 and err.count("interrupted]") == 2 and "[2 tokens" in err and out.count("\n") >= 2
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_ctrl_c_in_a_single_answer_is_code_130(folder, monkeypatch, capsys):
+    interrupting(monkeypatch, after=2)
+    assert main(["run", str(folder), "hi", "--backend", "reference", "--max-tokens", "50"]) == 130
+    assert "interrupted]" in capsys.readouterr().err
+
+
+def test_a_second_ctrl_c_leaves_at_once(folder, monkeypatch):
+    interrupting(monkeypatch, after=2, times=2)
+    assert main(["run", str(folder), "hi", "--backend", "reference"]) == 130
+
+
+def start(folder, *argv: str, **options) -> subprocess.Popen:
+    command = [sys.executable, "-m", "trivium.cli", "run", str(folder), "--backend", "reference", *argv]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "errors": "replace"}
+    return subprocess.Popen(command, **{**pipes, **options})
+
+
+def test_a_real_process_answers_from_a_pipe(folder):
+    out, err = start(folder, "--max-tokens", "4").communicate("hi\n", timeout=60)
+    assert out.endswith("\n") and "tokens" in err and "Traceback" not in err
+
+
+def test_a_real_process_ends_on_ctrl_c_without_a_traceback(folder):
+    process = start(folder, "hi", "--max-tokens", "400", "--ignore-eos")
+    assert process.stdout.read(1)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and "Traceback" not in err and "interrupted" in err
+
+
+def test_a_reader_that_leaves_is_no_error(folder):
+    read, write = os.pipe()
+    os.close(read)
+    process = start(folder, "hi", "--max-tokens", "4", stdout=write)
+    os.close(write)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 141 and err.strip() == ""
