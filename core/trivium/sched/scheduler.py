@@ -183,7 +183,7 @@ class _Planner:
 
     def _continue(self, seq: Sequence) -> None:
         decode = seq.pending == 1
-        count = 1 if decode else self._chunk(seq, seq.computed)
+        count = 1 if decode else self._chunk(seq, seq.computed, self.rows + 1)
         room = self._room(seq)
         while room <= 0 and self._evict_after(seq.order):
             self.open = False
@@ -197,7 +197,7 @@ class _Planner:
     def _admit(self, seq: Sequence) -> bool:
         hit = self.kv.match(seq, seq.reusable)
         start = hit.blocks * self.kv.page_size
-        count = self._chunk(seq, start)
+        count = self._chunk(seq, start, max(self.rows, 1))
         if count <= 0 or self.rows <= 0 < self.seats or not self._make_way(seq, hit):
             return False
         for pages in hit.pages:
@@ -208,11 +208,11 @@ class _Planner:
         self._schedule(Entry(seq, start, count, hit), hit.blocks, False)
         return True
 
-    def _chunk(self, seq: Sequence, start: int) -> int:
-        """Tokens of `seq` that token budget and row budget allow."""
+    def _chunk(self, seq: Sequence, start: int, rows: int) -> int:
+        """Tokens of `seq` that the token budget and `rows` rows allow."""
         count = min(seq.length - start, self.tokens)
         if seq.scored < seq.score_end:
-            count = min(count, max(seq.scored - start, 0) + self.rows + 1)
+            count = min(count, max(seq.scored - start, 0) + rows)
         return count
 
     def _room(self, seq: Sequence) -> int:
