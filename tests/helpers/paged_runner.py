@@ -27,11 +27,11 @@ class Paging:
 
     def map(self, spans: Spans) -> tuple[np.ndarray, np.ndarray]:
         """Block tables int32[groups, seqs, blocks] and slots int64[groups, tokens] of [(sequence, first position, tokens)]."""
-        slots = [[self._slots(group, span) for span in spans] for group in range(len(self._windows))]
+        slots = [[slot for span in spans for slot in self._slots(group, span)] for group in range(len(self._windows))]
         tables = [[self._tables[g][seq] for seq, _, _ in spans] for g in range(len(self._windows))]
         width = max(len(t) for rows in tables for t in rows)
         padded = [[t + [-1] * (width - len(t)) for t in rows] for rows in tables]
-        return np.array(padded, np.int32), np.array([sum(rows, []) for rows in slots], np.int64)
+        return np.array(padded, np.int32), np.array(slots, np.int64)
 
     def _slots(self, group: int, span: tuple[int, int, int]) -> list[int]:
         seq, start, length = span

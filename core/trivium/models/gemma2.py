@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 
-from trivium.errors import UnsupportedError
+from trivium.errors import CheckpointError, UnsupportedError
 from trivium.models.config import ModelInfo, RawConfig, flag, number
 from trivium.models.decoder import Decoder
 from trivium.ops import Program, Value
@@ -35,11 +35,14 @@ def build(info: ModelInfo, max_model_len: int | None) -> Program:
 
 
 def gemma_decoder(info: ModelInfo, max_model_len: int | None) -> Decoder:
-    """Gemma's checkpoints store norm weights minus one, unless the configuration's `norm_offset` says otherwise (GGUF: 0)."""
+    """Gemma's checkpoints store norm weights minus one, unless the configuration's `norm_offset` is 0 (GGUF files)."""
     if flag(info.config, "use_bidirectional_attention", False):
         raise UnsupportedError(f"{info.architecture} with 'use_bidirectional_attention' is an encoder; only causal models run here",
                                param="use_bidirectional_attention")  # fmt: skip
-    return Decoder(info, max_model_len, norm_offset=float(info.config.get("norm_offset", 1.0)))
+    offset = info.config.get("norm_offset", 1.0)
+    if offset not in (0.0, 1.0):
+        raise CheckpointError(f"the configuration's 'norm_offset' must be 0 or 1, not {offset!r}", param="norm_offset")
+    return Decoder(info, max_model_len, norm_offset=offset)
 
 
 def score_scale(info: ModelInfo) -> float:
