@@ -27,7 +27,8 @@ _CHUNK = 1 << 20
 _PART = re.compile(r"(.+\.gguf)\.part(\d{1,4})")
 _MODEL_FILE = re.compile(r".*\.(safetensors|json|jinja|model|txt)")
 _PROGRESS = re.compile(r"Progress (\d+) of (\d+)")
-_REQUIRES = re.compile(r"^Requires-Dist:\s*([A-Za-z0-9._-]+)\s*(?:\(?\s*(==\s*[\w.+!]+)\s*\)?)?\s*$", re.MULTILINE)
+# A requirement, and the package's name in it. Left out: extras' requirements, and "NAME @ URL", which could point anywhere.
+_REQUIRES = re.compile(r"^Requires-Dist:\s*(([A-Za-z0-9][A-Za-z0-9._-]*)[^;@\n]*(?:;(?!.*\bextra\b)[^@\n]*)?)$", re.MULTILINE)
 _SHA256 = re.compile(r"""\w*SHA_?256\w*\s*(?::[^=\n]*)?=\s*["']([0-9a-f]{64})["']""", re.IGNORECASE)
 
 
@@ -141,7 +142,7 @@ def _companions(head: Path, package: str) -> list[str]:
         raise DownloadError(f"{head.name} is a damaged wheel: {e}") from e
     headers = text.replace("\r\n", "\n").partition("\n\n")[0]
     own = normalized(package) + "-"
-    return [name + pin.replace(" ", "") for name, pin in _REQUIRES.findall(headers) if normalized(name).startswith(own)]
+    return [requirement for requirement, name in _REQUIRES.findall(headers) if normalized(name).startswith(own)]
 
 
 def normalized(package: str) -> str:
