@@ -2,38 +2,17 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import pytest
-from fake_model import EOS, VOCAB, FakeTokenizer, continuation, fake_model
-from trivium.engine import Engine, EngineConfig, RequestOutput
-from trivium.sampling import SamplingParams
+from engine_runs import engine_of, greedy, prompts_of, run_all
+from fake_model import EOS, continuation
+from trivium.ops.sample import derive_seed
 
 KINDS: dict[str, tuple[Any, ...]] = {
-    "full": (None,), "window": (None, 9, 9), "windows only": (5, 12), "recurrent": (None, "recurrent"), "state only": ("recurrent",),
+    "full": (None,), "window": (None, 9, 9), "windows only": (5, 12), "recurrent": (None, "recurrent"),
+    "state only": ("recurrent",),
 }  # fmt: skip
-
-
-def greedy(count: int, **fields: Any) -> SamplingParams:
-    return SamplingParams(**{"temperature": 0.0, "max_tokens": count, "ignore_eos": True, **fields})
-
-
-def prompts_of(count: int, longest: int, seed: int = 7) -> list[list[int]]:
-    rng = random.Random(seed)
-    return [[rng.randrange(3, VOCAB) for _ in range(rng.randrange(1, longest))] for _ in range(count)]
-
-
-def run_all(engine: Engine) -> dict[int, RequestOutput]:
-    """Steps to the end, invariants checked after every step."""
-    done = {}
-    while engine.has_unfinished():
-        for output in engine.step():
-            if output.finished:
-                done[output.request_id] = output
-        engine.check()
-    assert not engine.model.executable.violations
-    return done
 
 
 def pages_needed(prompts: list[list[int]], count: int, windows: tuple[Any, ...]) -> int:
@@ -46,21 +25,21 @@ def pages_needed(prompts: list[list[int]], count: int, windows: tuple[Any, ...])
 @pytest.mark.parametrize("share", [1, 4])
 def test_32_unequal_requests_together_give_what_each_gives_alone(kind: str, budget: int, share: int) -> None:
     prompts, windows = prompts_of(32, 60), KINDS[kind]
-    model = fake_model(windows, pages=pages_needed(prompts, 12, windows) // share)
-    engine = Engine(model, FakeTokenizer(), EngineConfig(max_num_seqs=24, max_num_batched_tokens=budget))
+    pages = pages_needed(prompts, 12, windows) // share
+    engine = engine_of(windows, pages=pages, max_num_seqs=24, max_num_batched_tokens=budget)
     ids = [engine.add_request(p, greedy(12)) for p in prompts]
     done = run_all(engine)
     for number, prompt in zip(ids, prompts):
         assert done[number].outputs[0].token_ids == continuation(prompt, 12, windows)
         assert done[number].outputs[0].finish_reason == "length"
     assert engine.stats.generated_tokens == 32 * 12
-    assert max(b.tokens for b in model.executable.batches) <= budget
+    assert max(b.tokens for b in engine.model.executable.batches) <= budget
     if (kind, budget, share) == ("full", 2048, 4):
         assert engine.stats.preemptions == sum(done[i].metrics.num_preemptions for i in ids) > 0
 
 
 def test_end_tokens_end_an_output() -> None:
-    engine = Engine(fake_model(), FakeTokenizer())
+    engine = engine_of()
     prompts = prompts_of(40, 30)
     ids = [engine.add_request(p, greedy(60, ignore_eos=False)) for p in prompts]
     done = run_all(engine)
@@ -68,3 +47,38 @@ def test_end_tokens_end_an_output() -> None:
     assert reasons == {"stop", "length"}
     for number, prompt in zip(ids, prompts):
         assert done[number].outputs[0].token_ids == continuation(prompt, 60, (None,), ends=frozenset({EOS}))
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_a_second_request_finds_the_pages_of_the_first(caching: bool) -> None:
+    engine, prompt = engine_of((None, 6), enable_prefix_caching=caching), prompts_of(1, 60, seed=1)[0] + [5] * 40
+    outputs = []
+    for tail in ([3], [4], [4]):
+        number = engine.add_request(prompt + tail, greedy(9))
+        outputs.append(run_all(engine)[number])
+        assert outputs[-1].outputs[0].token_ids == continuation(prompt + tail, 9, (None, 6))
+    whole = len(prompt) // 4 * 4
+    assert [o.metrics.num_cached_tokens for o in outputs] == ([0, whole, whole] if caching else [0, 0, 0])
+
+
+def test_tenants_share_no_pages() -> None:
+    engine, prompt = engine_of(), [7] * 30
+    cached = []
+    for salt in ("a", "b", "a"):
+        number = engine.add_request(prompt, greedy(2), cache_salt=salt)
+        cached.append(run_all(engine)[number].metrics.num_cached_tokens)
+    assert cached == [0, 0, 28]
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_n_outputs_compute_the_prompt_once_and_differ_by_seed(caching: bool) -> None:
+    engine, prompt = engine_of((None, 6), enable_prefix_caching=caching), prompts_of(1, 60, seed=2)[0] + [9] * 40
+    params = greedy(10, n=4, temperature=1.0, seed=5)
+    number = engine.add_request(prompt, params)
+    output = run_all(engine)[number]
+    assert [c.index for c in output.outputs] == [0, 1, 2, 3]
+    for c in output.outputs:
+        assert c.token_ids == continuation(prompt, 10, (None, 6), temperature=1.0, seed=derive_seed(5, c.index))
+    assert len({tuple(c.token_ids) for c in output.outputs}) == 4
+    assert engine.stats.computed_tokens <= len(prompt) + 4 * 9 + 3 * 4
+    assert output.metrics.num_cached_tokens == 0

@@ -18,7 +18,7 @@ from trivium.plugin.contract import Capabilities
 
 VOCAB = 89
 EOS = 2
-Windows = Sequence[int | None | str]
+Windows = Sequence[int | str | None]
 
 
 def spec_of(windows: Windows, page_size: int) -> KVSpec:
@@ -125,8 +125,9 @@ class FakeExecutable:
     def _recur(self, batch: Batch, s: int, g: int, start: int, end: int, context: int, rows: dict[int, list[int]]) -> None:
         page = int(batch.block_tables[g, s, 0])
         history = [] if context == end - start else self._state.get(page, [])
-        self._expect(len(history) == context - (end - start), f"group {g}: the state is not that of position {context - end + start}")
-        self._expect(page >= 0 and bool((batch.slot_mapping[g, start:end] // self.spec.page_size == page).all()), "wrong state page")
+        self._expect(len(history) == context - (end - start), f"group {g} has another position's state")
+        named = batch.slot_mapping[g, start:end] // self.spec.page_size
+        self._expect(page >= 0 and bool((named == page).all()), "the slots name another page")
         for row in range(start, end):
             history = [*history, int(batch.token_ids[row])]
             if row in rows:

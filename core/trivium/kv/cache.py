@@ -197,7 +197,8 @@ class KVCache:
         blocks = positions // np.int32(self.page_size)
         offsets = positions - blocks * np.int32(self.page_size)
         pages = self._tables[self._groups, rows, blocks * self._block_index]
-        return pages.astype(np.int64) * self.page_size + offsets * self._block_index
+        slots: I64 = pages.astype(np.int64) * self.page_size + offsets * self._block_index
+        return slots
 
     def check(self, streams: Iterable[Stream]) -> None:
         """Raises AssertionError unless the pages in use are exactly those of `streams`."""

@@ -1,0 +1,208 @@
+"""A step is a transaction: what fails is undone, and hits only the requests it must."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import trivium.engine.engine as engine_module
+from engine_runs import engine_of, greedy, prompts_of, run_all
+from fake_model import Fault, continuation
+from trivium.engine import Engine, RequestOutput
+from trivium.errors import BackendError, TriviumError
+from trivium.ops import Batch, Sampled
+
+POISON = 66
+KINDS: dict[str, tuple[Any, ...]] = {"full": (None,), "window": (None, 6), "recurrent": (None, "recurrent")}
+
+
+def snapshot(engine: Engine) -> tuple[Any, ...]:
+    """Everything a client or a later step could notice."""
+    s = engine.scheduler
+    seqs = [(q.order, q.computed, q.length, q.scored, q.running, engine.kv.held(q)) for q in s.running + s.waiting]
+    requests = [
+        (r.id, r.clock.metrics(0.0), list(r.prompt_logprobs or ()), r.started, [c.token_ids[:] for c in r.completions])
+        for r in engine._requests.values()
+    ]
+    samplers = [c.sampler.generated for c in engine._completions.values()]
+    stats = {k: v for k, v in vars(engine.stats).items() if not k.endswith("seconds")}
+    return seqs, requests, samplers, stats, engine.kv.pool.available
+
+
+@contextmanager
+def broken(engine: Engine, point: str) -> Iterator[None]:
+    """Makes every step fail at `point`."""
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise Fault(point)
+
+    hook = lambda at, batch: fail() if at == point else None
+    owner, name, value = {
+        "run": (engine.model.executable, "hook", hook), "tokens": (engine.model.executable, "hook", hook),
+        "nonsense": (engine.model.executable, "run", _Nonsense), "plan": (engine.scheduler, "plan", fail),
+        "admit": (engine.kv, "adopt", fail), "grow": (engine.kv, "grow", fail), "inputs": (engine_module, "build_inputs", fail),
+        "batch": (engine_module, "make_batch", fail),
+    }[point]  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, value)
+        yield
+
+
+class _Nonsense:
+    def __init__(self, batch: Batch) -> None:
+        self.batch = batch
+
+    def tokens(self) -> Sampled:
+        return Sampled(self.batch.sample_rows + 10_000)
+
+
+def busy_engine(windows: tuple[Any, ...]) -> tuple[Engine, list[list[int]]]:
+    """Requests in every state: decoding, in the middle of a prompt, waiting, with prefix hits to come, n > 1, scored."""
+    engine = engine_of(windows, max_num_seqs=5, max_num_batched_tokens=24)
+    prompts = prompts_of(6, 50, seed=3)
+    prompts[5] = prompts[0] + [4] * 9
+    for i, prompt in enumerate(prompts):
+        engine.add_request(prompt, greedy(14, n=2 if i == 1 else 1, prompt_logprobs=1 if i == 2 else None, logprobs=0))
+    for _ in range(4):
+        engine.step()
+    return engine, prompts
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("point", ["plan", "admit", "grow", "inputs", "batch", "run", "tokens", "nonsense"])
+def test_a_failed_step_leaves_pages_requests_and_counters_as_they_were(kind: str, point: str) -> None:
+    engine, prompts = busy_engine(KINDS[kind])
+    done: dict[int, RequestOutput] = {}
+    for _ in range(9):
+        before = snapshot(engine)
+        outputs = []
+        with broken(engine, point):
+            try:
+                outputs = engine._report(engine._run(engine.scheduler.plan(), 0.0))
+            except (Fault, BackendError):
+                assert _settled(snapshot(engine), point) == _settled(before, point)
+        engine.check()
+        done |= {o.request_id: o for o in outputs + engine.step() if o.finished}
+    done |= run_all(engine)
+    for number, prompt in enumerate(prompts, 1):
+        assert all(c.token_ids == continuation(prompt, 14, KINDS[kind]) for c in done[number].outputs)
+
+
+def _settled(state: tuple[Any, ...], point: str) -> tuple[Any, ...]:
+    """After a run, the last, partly filled page of a sequence is computed again: positions count in whole pages then."""
+    seqs, *rest = state
+    if point not in ("run", "tokens", "nonsense"):
+        return seqs, *rest
+    return [(order, length, scored, running) for order, _, length, scored, running, _ in seqs], *rest[:-1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("point", ["run", "tokens"])
+def test_a_fault_of_one_request_hits_that_request_only(kind: str, point: str) -> None:
+    engine = engine_of(KINDS[kind], max_num_seqs=6, max_num_batched_tokens=40)
+    prompts = prompts_of(10, 40, seed=5)
+    prompts[4] = [POISON] * 20
+    seen: list[Batch] = []
+
+    def hook(at: str, batch: Batch | None) -> None:
+        if batch is not None:
+            seen.append(batch)
+        if at == point and POISON in seen[-1].token_ids[: len(seen[-1].token_ids)] and (seen[-1].token_ids == POISON).sum() > 5:
+            raise Fault("poisoned")
+
+    engine.model.executable.hook = hook
+    ids = [engine.add_request(p, greedy(10)) for p in prompts]
+    done = run_all(engine)
+    for i, (number, prompt) in enumerate(zip(ids, prompts)):
+        output = done[number]
+        if i == 4:
+            assert (output.outputs[0].finish_reason, output.outputs[0].token_ids) == ("error", [])
+            assert isinstance(output.error, BackendError) and "poisoned" in str(output.error)
+        else:
+            assert output.outputs[0].token_ids == continuation(prompt, 10, KINDS[kind]) and output.error is None
+    assert engine.stats.failed_steps == 1
+
+
+def test_a_typed_error_of_the_backend_reaches_the_client_as_it_is() -> None:
+    engine, fault = engine_of(), BackendError("device lost")
+
+    def hook(at: str, batch: Batch | None) -> None:
+        raise fault
+
+    engine.model.executable.hook = hook
+    ids = [engine.add_request([5, 6, 7], greedy(4)) for _ in range(3)]
+    outputs = engine.step()
+    assert [o.request_id for o in outputs] == ids and all(o.error is fault and o.finished for o in outputs)
+    assert not engine.has_unfinished()
+    engine.check()
+
+
+def test_a_fault_that_passes_costs_nothing_but_time() -> None:
+    engine = engine_of((None, 6), pages=60)
+    calls = [0]
+
+    def hook(at: str, batch: Batch | None) -> None:
+        calls[0] += batch is not None and batch.seqs > 1
+        if batch is not None and batch.seqs > 1 and calls[0] % 3 == 0:
+            raise Fault("now and then")
+
+    engine.model.executable.hook = hook
+    prompts = prompts_of(12, 40, seed=6)
+    ids = [engine.add_request(p, greedy(8, temperature=1.0, seed=3)) for p in prompts]
+    done = run_all(engine)
+    assert engine.stats.failed_steps > 3
+    for number, prompt in zip(ids, prompts):
+        assert done[number].outputs[0].token_ids == continuation(prompt, 8, (None, 6), temperature=1.0, seed=3)
+
+
+def test_a_fault_in_the_commit_ends_that_request_and_no_other() -> None:
+    engine = engine_of()
+    ids = [engine.add_request([n + 3] * 6, greedy(6)) for n in range(3)]
+    engine.step()
+    victim = engine._requests[ids[1]].completions[0]
+
+    def broken(*_: Any, **__: Any) -> None:
+        raise ValueError("text")
+
+    victim._text.push = broken  # type: ignore[method-assign]
+    done = run_all(engine)
+    assert [done[i].outputs[0].finish_reason for i in ids] == ["length", "error", "length"]
+    assert "ValueError: text" in str(done[ids[1]].error)
+
+
+def test_one_output_that_fails_ends_its_siblings_too() -> None:
+    engine = engine_of()
+    number = engine.add_request([5] * 9, greedy(6, n=3))
+    other = engine.add_request([6] * 9, greedy(6))
+    engine.step()
+    engine._requests[number].completions[2].sampler.append = None  # type: ignore[assignment, method-assign]
+    done = run_all(engine)
+    assert [c.finish_reason for c in done[number].outputs] == ["error"] * 3
+    assert done[other].outputs[0].finish_reason == "length"
+
+
+def test_an_interrupt_in_a_step_is_passed_on_and_undone() -> None:
+    engine = engine_of()
+    number = engine.add_request([5] * 9, greedy(4))
+    engine.step()
+
+    def hook(at: str, batch: Batch | None) -> None:
+        engine.model.executable.hook = lambda at, batch: None
+        raise KeyboardInterrupt
+
+    engine.model.executable.hook = hook
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    engine.check()
+    assert run_all(engine)[number].outputs[0].token_ids == continuation([5] * 9, 4, (None,))
+
+
+def test_fail_all_answers_everybody() -> None:
+    engine, fault = engine_of(max_num_seqs=1), TriviumError("over")
+    ids = [engine.add_request([5] * 9, greedy(4)) for _ in range(3)]
+    engine.step()
+    outputs = engine.fail_all(fault)
+    assert [o.request_id for o in outputs] == ids and all(o.error is fault for o in outputs)
+    engine.kv.check_idle()
