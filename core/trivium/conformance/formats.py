@@ -1,0 +1,115 @@
+"""Every resident weight format that a backend declares: from each storage format, exact or within its error budget, and used."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from trivium.conformance.examples import Example, make_example
+from trivium.conformance.lab import Lab
+from trivium.conformance.numbers import Array, expect_close, expect_relative, round_to, tolerance
+from trivium.conformance.operators import SEED
+from trivium.conformance.report import Check, Mismatch, Verdict
+from trivium.ops import OPERATORS, Case, Weight
+from trivium.plugin import WeightFormat
+from trivium.weights.formats import FORMATS, make_weight, stored_bytes
+
+SHAPES = ((48, 512), (33, 256))
+"""(out, in) of the matrices that are loaded."""
+PLAIN = ("float32", "float16", "bfloat16")
+ACTIVATION_BUDGET = 0.02
+"""Relative error that a projection with weights below 16 bits may add, for it may round its input to 8 bits a number."""
+
+
+def checks(lab: Lab) -> Iterator[Check]:
+    """For each resident format: from each storage format, then a projection and a table look-up with such weights."""
+    for resident in lab.capabilities.weight_formats:
+        for storage in sources(resident):
+            name = f"{resident.name} from {storage}"
+            yield Check("formats", name, lambda r=resident, s=storage: judge_format(lab, r, s))  # type: ignore[misc]
+
+
+def sources(resident: WeightFormat) -> list[str]:
+    """Storage formats to load from: those it promises to hold exactly, and the plain floats if it has a budget for rounding."""
+    lossy = PLAIN if resident.error_budget > 0 or resident.name == "float32" else ()
+    return list(dict.fromkeys([*lossy, *sorted(resident.lossless_from)]))
+
+
+def judge_format(lab: Lab, resident: WeightFormat, storage: str) -> Verdict:
+    """Loads matrices and compares what the backend holds; then what its kernels make of them."""
+    if storage not in FORMATS:
+        return Verdict(f"the kit can't make weights stored as {storage}", "skipped")
+    exact = storage in resident.lossless_from or resident.name == "float32"
+    rng = np.random.default_rng(SEED)
+    errors = []
+    for shape in SHAPES:
+        weight = random_weight(rng, shape, storage)
+        want = weight.decode()
+        with lab.session() as session:
+            got = np.asarray(session.read_weight(session.load(weight, resident.name))).reshape(-1)
+        what = f"{list(shape)} read back"
+        if exact and not np.array_equal(got, want.reshape(-1)):
+            expect_relative(what, got, want.reshape(-1), 0.0)
+        errors.append(expect_relative(what, got, want.reshape(-1), 0.0 if exact else resident.error_budget))
+    used = [_judge_use(lab, random_weight(rng, shape, storage), resident, rows) for shape in SHAPES for rows in (1, 5)]
+    held = "exact" if exact else f"error {max(errors):.2g} of {resident.error_budget:g}"
+    return Verdict(f"{held}; projections within {max(used):.2g}")
+
+
+def _judge_use(lab: Lab, weight: Weight, resident: WeightFormat, rows: int) -> float:
+    """linear and embedding with the weight; returns the relative error of the projection against the numbers held."""
+    rng = np.random.default_rng(rows)
+    n_out, n_in = weight.shape
+    x = rng.standard_normal((rows, n_in), dtype=np.float32)
+    linear = _run(lab, "linear", Case((x, weight.decode(), None)), weight, resident)
+    look_up = _run(lab, "embedding", Case((rng.permutation(n_out)[:rows].astype(np.int32), weight.decode())), weight, resident)
+    dtype = lab.dtypes[0]
+    expect_close("embedding", look_up[0], round_to(look_up[1], dtype), tolerance(OPERATORS["embedding"], [dtype]))
+    if resident.bits >= 16:
+        coarser = [dtype, resident.name if resident.name in PLAIN else "bfloat16"]
+        expect_close("linear", *linear, tolerance(OPERATORS["linear"], coarser))
+        return expect_relative("linear", *linear, ACTIVATION_BUDGET)
+    return expect_relative("linear", *linear, ACTIVATION_BUDGET)
+
+
+def _run(lab: Lab, name: str, case: Case, weight: Weight, resident: WeightFormat) -> tuple[Array, Array]:
+    example: Example = make_example(OPERATORS[name], case, dtype=lab.dtypes[0], page_size=lab.page_size)
+    constant = next(c for c in example.constants if c.startswith("weight."))
+    outcome = lab.run(example, example.program, dtype=lab.dtypes[0], weights={constant: (weight, resident.name)})
+    return outcome.outputs["logits"], outcome.want["logits"]
+
+
+def random_weight(rng: np.random.Generator, shape: tuple[int, int], storage: str) -> Weight:
+    """A matrix in a storage format, its numbers of the size of a model's weights."""
+    elements, size = FORMATS[storage]
+    if storage in PLAIN:
+        return _plain(rng, shape, storage)
+    if elements == 1:
+        raise Mismatch(f"the kit makes no weights stored as {storage}")
+    count = stored_bytes(shape, storage) // size
+    blocks = np.concatenate(list(_blocks(rng, storage, count)))[:count]
+    return make_weight("weight", shape, storage, blocks.reshape(-1))
+
+
+def _plain(rng: np.random.Generator, shape: tuple[int, int], storage: str) -> Weight:
+    numbers = (rng.standard_normal(shape) * 0.05).astype(np.float32)
+    if storage == "bfloat16":
+        stored: Array = (round_to(numbers, storage).view(np.uint32) >> np.uint32(16)).astype(np.uint16)
+    else:
+        stored = numbers.astype(storage)
+    return make_weight("weight", shape, storage, np.ascontiguousarray(stored).reshape(-1).view(np.uint8))
+
+
+def _blocks(rng: np.random.Generator, storage: str, count: int) -> Iterator[Array]:
+    """Random bytes, block by block, of which those are kept that stand for numbers of a sensible size: no layout is assumed."""
+    elements, size = FORMATS[storage]
+    kept = 0
+    while kept < count:
+        raw = rng.integers(0, 256, (16 * count, size), dtype=np.uint8)
+        with np.errstate(all="ignore"):
+            numbers = np.abs(make_weight("blocks", (len(raw), elements), storage, raw.reshape(-1)).decode())
+        top = numbers.max(axis=1)
+        good = raw[np.isfinite(numbers).all(axis=1) & (top < 1) & (top > 0.01)]
+        kept += len(good)
+        yield good

@@ -1,0 +1,227 @@
+"""Tiny models from end to end: logits against the reference, and generation through the engine under every schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import numpy as np
+
+from trivium.conformance.examples import Example, repage
+from trivium.conformance.fusions import random_state, state_specs
+from trivium.conformance.lab import Lab, as_weight
+from trivium.conformance.numbers import expect_relative
+from trivium.conformance.report import Check, Mismatch, Verdict
+from trivium.conformance.zoo import CONFIGS, random_constants
+from trivium.engine import Engine, EngineConfig, RequestOutput
+from trivium.kv import plan_groups
+from trivium.models import build
+from trivium.ops import KVSpec, PagedState, Program, rewrite
+from trivium.ops.examples import STEPS, Sequences
+from trivium.plugin import Backend, Capabilities, Executable, Session, resolve
+from trivium.plugin.select import accepts, patterns
+from trivium.sampling import SamplingParams
+
+BUDGETS = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
+"""Relative error of logits that computing a tiny model in a dtype may make; 0.1 for any other KV dtype."""
+SCHEDULED = ("llama", "gemma3", "qwen3")
+"""Models that are run through the engine."""
+MAX_LEN = 128
+SEQS = 16
+SEED = 7
+
+
+def checks(lab: Lab) -> Iterator[Check]:
+    """Logits of every tiny model; then the schedules of a few."""
+    for name in CONFIGS:
+        yield Check("models", f"{name}, logits", lambda name=name: judge_logits(lab, name))  # type: ignore[misc]
+    for name in SCHEDULED:
+        runs = Generations(lab, name)
+        for check in (runs.batched, runs.chunked, runs.preempted, runs.repeated, runs.as_reference):
+            yield Check("models", f"{name}, {(check.__doc__ or '').rstrip('.')}", check)
+
+
+def fuse(lab: Lab, program: Program) -> Program:
+    """The Program as the loader would fuse it."""
+    return rewrite(program, patterns(lab.kernels), accept=lambda call: accepts(call, lab.kernels))
+
+
+def judge_logits(lab: Lab, name: str) -> Verdict:
+    """One step of each kind in the middle of random pages, fused, in all dtypes."""
+    program = build(CONFIGS[name], max_model_len=MAX_LEN)
+    fused = fuse(lab, program)
+    errors = []
+    for dtype in lab.dtypes:
+        for kv_dtype in lab.capabilities.kv_dtypes:
+            for step in STEPS[1:]:
+                example = whole_model(program, step, lab.page_size)
+                outcome = lab.run(example, fused, dtype=dtype, kv_dtype=kv_dtype)
+                budget = max(BUDGETS.get(d, 0.1) for d in (dtype, kv_dtype))
+                where = f"logits in {dtype}, KV in {kv_dtype}"
+                errors.append(expect_relative(where, outcome.outputs["logits"], outcome.want["logits"], budget))
+    return Verdict(f"{len(program.calls)} calls, {len(fused.calls)} fused; relative error up to {max(errors):.2g}")
+
+
+def whole_model(program: Program, step: Sequences, page_size: int) -> Example:
+    """A model's Program with random weights, tokens and pages."""
+    rng = np.random.default_rng(SEED)
+    tokens, first = int(step.query_starts[-1]), step.context_lens - np.diff(step.query_starts)
+    inputs = {
+        "token_ids": rng.integers(0, program.vocab_size, tokens, dtype=np.int32),
+        "positions": np.concatenate([np.arange(a, b, dtype=np.int32) for a, b in zip(first, step.context_lens)]),
+        "query_starts": step.query_starts, "context_lens": step.context_lens, "sample_rows": np.arange(tokens, dtype=np.int32),
+    }  # fmt: skip
+    specs = state_specs(program)
+    states = [random_state(specs[s.value], step, rng) for s in program.states]
+    paged = [repage(s, *step, page_size) if isinstance(s, PagedState) else s for s in states]
+    constants = random_constants(program, rng)
+    return Example(program, (program.outputs["logits"],), inputs, constants, tuple(paged))
+
+
+@dataclass(frozen=True)
+class _Model:
+    """A tiny model as the engine wants it."""
+
+    backend: Backend
+    capabilities: Capabilities
+    session: Session
+    executable: Executable
+    kv_spec: KVSpec
+    num_pages: int
+    vocab_size: int
+    max_model_len: int = MAX_LEN
+    eos_ids: frozenset[int] = frozenset()
+    fingerprint: str = "tiny"
+
+
+class _Numbers:
+    """A tokenizer whose tokens are their numbers."""
+
+    bos_id = None
+    special_ids: frozenset[int] = frozenset()
+    strips_leading_space = False
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return f" {token_id}".encode()
+
+    def token_text(self, token_id: int) -> str:
+        return f" {token_id}"
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt and how to go on."""
+
+    prompt: list[int]
+    params: SamplingParams
+
+
+def requests(vocab_size: int) -> list[Request]:
+    """Prompts of unequal length; greedy and seeded ones; some share a prefix."""
+    rng = np.random.default_rng(SEED)
+    prompts = [rng.integers(0, vocab_size, n).tolist() for n in (1, 3, 17, 40, 8, 33)]
+    prompts += [[*prompts[3][:32], 5, 9], [*prompts[3], 1]]
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0.0}, {"temperature": 0.8, "seed": 3}, {"temperature": 1.0, "seed": 4, "top_k": 20, "top_p": 0.9},
+    ]  # fmt: skip
+    return [Request(p, SamplingParams(max_tokens=24 + 4 * i, logprobs=2, **kinds[i % 3])) for i, p in enumerate(prompts)]
+
+
+Tokens = list[tuple[list[int], list[float]]]
+"""Of each request: its token ids and their logprobs."""
+
+
+@dataclass(frozen=True)
+class Generations:
+    """What a tiny model says under each schedule."""
+
+    lab: Lab
+    name: str
+    _made: dict[str, Tokens] = field(default_factory=dict)
+
+    def batched(self) -> Verdict:
+        """batched = alone."""
+        return self._expect(self._run(), "together")
+
+    def chunked(self) -> Verdict:
+        """chunked = whole."""
+        return self._expect(self._run(budget=16), "in steps of 16 tokens")
+
+    def preempted(self) -> Verdict:
+        """preempted = not."""
+        counts: list[int] = []
+        tokens = self._run(share=0.25, preemptions=counts)
+        if not counts[0]:
+            return Verdict(f"pages of {self.lab.page_size} tokens leave nothing to preempt", "skipped")
+        return self._expect(tokens, f"with a quarter of the pages, {counts[0]} preemptions")
+
+    def repeated(self) -> Verdict:
+        """repeated = once."""
+        first, second = self._run(), self._run()
+        if first != second:
+            raise Mismatch("the same requests twice gave other tokens or other logprobs")
+        return Verdict(f"{sum(len(ids) for ids, _ in first)} tokens, logprobs equal to the last bit")
+
+    def as_reference(self) -> Verdict:
+        """tokens = reference."""
+        if "float32" not in self.lab.dtypes or "float32" not in self.lab.capabilities.kv_dtypes:
+            return Verdict("the backend does not compute in float32", "skipped")
+        backend, device = resolve("reference")
+        reference = Lab(backend, device, backend.capabilities(device), backend.kernels(device))
+        want = Generations(reference, self.name)._run(page_size=self.lab.page_size)
+        return _expect_ids(self._run(dtype="float32", kv_dtype="float32"), want, "those of the reference")
+
+    def _expect(self, tokens: Tokens, how: str) -> Verdict:
+        if "alone" not in self._made:
+            self._made["alone"] = self._run(one_by_one=True)
+        return _expect_ids(tokens, self._made["alone"], f"those of each request alone ({how})")
+
+    def _run(
+        self, *, budget: int = 256, share: float = 2.0, one_by_one: bool = False, page_size: int | None = None,
+        dtype: str | None = None, kv_dtype: str | None = None, preemptions: list[int] | None = None,
+    ) -> Tokens:  # fmt: skip
+        """All requests through the engine: together or one by one, with a share of the pages that they need together."""
+        with self.lab.session(dtype=dtype, tokens=budget, seqs=SEQS, length=MAX_LEN) as session:
+            model = self._open(session, page_size or self.lab.page_size, share, kv_dtype or self.lab.capabilities.kv_dtypes[0])
+            engine = Engine(cast(Any, model), cast(Any, _Numbers()), EngineConfig(SEQS, budget))
+            wanted = requests(model.vocab_size)
+            rounds = [[r] for r in wanted] if one_by_one else [wanted]
+            made = [tokens for some in rounds for tokens in _generate(engine, some)]
+            engine.check()
+            if preemptions is not None:
+                preemptions.append(engine.stats.preemptions)
+            return made
+
+    def _open(self, session: Session, page_size: int, share: float, kv_dtype: str) -> _Model:
+        lab = self.lab
+        program = build(CONFIGS[self.name], max_model_len=MAX_LEN)
+        constants = random_constants(program, np.random.default_rng(SEED))
+        arrays = {c.value.name: constants[c.value.name] if c.array is None else c.array for c in program.constants}
+        weights = {name: session.load(as_weight(name, array), "float32") for name, array in arrays.items()}
+        spec = plan_groups(program.states, page_size, kv_dtype)
+        lengths = [-(-(len(r.prompt) + int(r.params.max_tokens or 0)) // page_size) + 1 for r in requests(program.vocab_size)]
+        pages = len(spec.groups) * max(int(sum(lengths) * share), max(lengths) + 1)
+        session.kv_store(spec, pages)
+        executable = session.compile(fuse(lab, program), weights)
+        return _Model(lab.backend, lab.capabilities, session, executable, spec, pages, program.vocab_size)
+
+
+def _generate(engine: Engine, some: Sequence[Request]) -> Tokens:
+    numbers = [engine.add_request(request.prompt, request.params) for request in some]
+    finished: dict[int, RequestOutput] = {}
+    while engine.has_unfinished():
+        finished.update((out.request_id, out) for out in engine.step() if out.finished)
+    outputs = [finished[n].outputs[0] for n in numbers]
+    for output in outputs:
+        if output.finish_reason != "length":
+            raise Mismatch(f"a request ended with {output.finish_reason!r}")
+    return [(out.token_ids, [next(iter(t.values())).logprob for t in out.logprobs or []]) for out in outputs]
+
+
+def _expect_ids(got: Tokens, want: Tokens, what: str) -> Verdict:
+    for number, ((mine, _), (theirs, _)) in enumerate(zip(got, want, strict=True)):
+        if mine != theirs:
+            at = next((i for i, (a, b) in enumerate(zip(mine, theirs)) if a != b), min(len(mine), len(theirs)))
+            raise Mismatch(f"the tokens of request {number} differ from {what} from token {at} on")
+    return Verdict(f"{len(want)} requests, {sum(len(ids) for ids, _ in want)} tokens equal {what}")

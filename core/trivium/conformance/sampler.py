@@ -1,0 +1,53 @@
+"""The sampler: the same ids as the reference for the same logits, and logprobs within the tolerance."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import numpy as np
+
+from trivium.conformance.examples import make_example
+from trivium.conformance.lab import Lab
+from trivium.conformance.numbers import expect_close
+from trivium.conformance.operators import SEED
+from trivium.conformance.report import Check, Mismatch, Verdict
+from trivium.ops import OPERATORS, Case, Sampled
+
+SAMPLE = OPERATORS["sample"]
+
+
+def checks(lab: Lab) -> Iterator[Check]:
+    """One check for each of the operator's cases."""
+    for number, case in enumerate(SAMPLE.cases(np.random.default_rng(SEED))):
+        yield Check("sampler", f"vector {number}", lambda case=case: judge_case(lab, case))  # type: ignore[misc]
+
+
+def judge_case(lab: Lab, case: Case) -> Verdict:
+    """Samples the case's logits at the end of a one-call Program."""
+    logits, inputs = case.args
+    dtype = "float32" if "float32" in lab.dtypes else lab.dtypes[0]
+    unchanged = Case((logits,), {"factor": 1.0})
+    example = make_example(OPERATORS["scale"], unchanged, dtype=dtype, page_size=lab.page_size)
+    program = dataclasses.replace(example.program, vocab_size=case.attrs["vocab_size"])
+    outcome = lab.run(example, program, dtype=dtype, sampling=inputs)
+    want = SAMPLE(outcome.outputs["logits"], inputs, **case.attrs)
+    return _compare(outcome.sampled, want)
+
+
+def _compare(got: Sampled, want: Sampled) -> Verdict:
+    wrong = np.flatnonzero(np.asarray(got.ids) != want.ids)
+    if len(wrong):
+        row = int(wrong[0])
+        raise Mismatch(f"{len(wrong)} of {len(want.ids)} ids differ; row {row} is {int(got.ids[row])}, not {int(want.ids[row])}")
+    for name in ("ranks", "top_ids"):
+        theirs, mine = getattr(got, name), getattr(want, name)
+        if mine is not None and (theirs is None or not np.array_equal(theirs, mine)):
+            raise Mismatch(f"{name} differ from the reference's")
+    for name in ("logprobs", "top_logprobs"):
+        theirs, mine = getattr(got, name), getattr(want, name)
+        if mine is not None:
+            if theirs is None:
+                raise Mismatch(f"{name} were asked for and are missing")
+            expect_close(name, np.asarray(theirs), mine, SAMPLE.tolerances["float32"])
+    return Verdict(f"{len(want.ids)} rows")
