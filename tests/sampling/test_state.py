@@ -45,7 +45,14 @@ def test_rows_are_laid_out_one_after_the_other():
     assert got.bias_starts.tolist() == [0, 0, 0, 2, 2] and got.bias_ids.tolist() == [4, 30] and got.bias.tolist() == [-1, 2]
     assert got.repetition.tolist() == [1, 1.5, 1, 1.5] and got.frequency.tolist() == [0, 0.25, 0, 0.25]
     assert got.mask is None and got.top_logprobs == -1 and got.score_ids.tolist() == [-1] * 4
-    for name, dtype in {"seed": "u8", "temperature": "f4", "seen_starts": "i4", "bias": "f4", "position": "i8"}.items():
+    for name, dtype in {
+        "seed": "u8",
+        "temperature": "f4",
+        "seen_starts": "i4",
+        "seen_counts": "i4",
+        "bias": "f4",
+        "position": "i8",
+    }.items():
         array = getattr(got, name)
         assert array.dtype == dtype and array.flags.c_contiguous
 

@@ -69,28 +69,23 @@ def _is_id(value: Any) -> bool:
     return type(value) is int or (not isinstance(value, bool) and isinstance(value, Integral))
 
 
-def _sequence(name: str, value: Any, want: str) -> tuple[Any, ...]:
+def _list(name: str, value: Any, want: str, good: Callable[[Any], bool]) -> tuple[Any, ...]:
     if isinstance(value, str) or not isinstance(value, Iterable | None):
         raise _refuse(name, want, value)
-    return () if value is None else tuple(value)
-
-
-def _texts(name: str, value: Any) -> tuple[str, ...]:
-    want = "a non-empty string or a list of them"
-    items = (value,) if isinstance(value, str) else _sequence(name, value, want)
+    items = () if value is None else tuple(value)
     for item in items:
-        if not isinstance(item, str) or not item:
+        if not good(item):
             raise _refuse(name, want, item)
     return items
 
 
+def _texts(name: str, value: Any) -> tuple[str, ...]:
+    items = (value,) if isinstance(value, str) else value
+    return _list(name, items, "a non-empty string or a list of them", lambda item: isinstance(item, str) and item != "")
+
+
 def _ids(name: str, value: Any) -> tuple[int, ...]:
-    want = "a list of token ids (integers from 0)"
-    items = _sequence(name, value, want)
-    for item in items:
-        if not _is_id(item) or item < 0:
-            raise _refuse(name, want, item)
-    return tuple(map(int, items))
+    return tuple(map(int, _list(name, value, "a list of token ids (integers from 0)", lambda item: _is_id(item) and item >= 0)))
 
 
 def _bias(value: Any) -> Mapping[int, float] | None:
@@ -141,12 +136,10 @@ class SamplingParams:
     def __post_init__(self) -> None:
         clean: dict[str, Any] = {name: _number(name, want, getattr(self, name)) for name, want in _RANGES.items()}
         clean |= {name: _texts(name, getattr(self, name)) for name in ("stop", "bad_words")}
-        clean["stop_token_ids"] = _ids("stop_token_ids", self.stop_token_ids)
-        if self.allowed_token_ids is not None:
-            clean["allowed_token_ids"] = _ids("allowed_token_ids", self.allowed_token_ids)
-            if not clean["allowed_token_ids"]:
-                raise _refuse("allowed_token_ids", "None or a list of at least one token id", self.allowed_token_ids)
-        clean["logit_bias"] = _bias(self.logit_bias)
+        clean |= {name: _ids(name, getattr(self, name)) for name in ("stop_token_ids", "allowed_token_ids")}
+        clean |= {"logit_bias": _bias(self.logit_bias), "allowed_token_ids": clean["allowed_token_ids"] or None}
+        if self.allowed_token_ids is not None and clean["allowed_token_ids"] is None:
+            raise _refuse("allowed_token_ids", "None or a list of at least one token id", self.allowed_token_ids)
         for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise _refuse(name, "True or False", getattr(self, name))

@@ -5,22 +5,23 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from trivium.errors import InvalidRequestError
 from trivium.ops import SampleInputs
-from trivium.ops.batch import F32, I32
+from trivium.ops.batch import I32
 from trivium.ops.sample import derive_seed
 from trivium.sampling.params import SamplingParams
 
 Row = tuple["SamplerState", int, int]
+Pairs = tuple[I32, npt.NDArray[Any]]
 _ROW = np.dtype([
     ("temperature", "f4"), ("top_k", "i4"), ("top_p", "f4"), ("min_p", "f4"), ("seed", "u8"),
     ("repetition", "f4"), ("presence", "f4"), ("frequency", "f4"),
 ])  # fmt: skip
-_NO_INTS, _NO_FLOATS = np.zeros(0, np.int32), np.zeros(0, np.float32)
 
 
 def fresh_seed() -> int:
@@ -29,35 +30,17 @@ def fresh_seed() -> int:
 
 
 class _Seen:
-    """Distinct ids, ascending, with their counts; adding one moves at most the ids above it."""
+    """Distinct ids, ascending, and how often each occurs in the output."""
 
     def __init__(self, prompt_ids: Iterable[int]) -> None:
-        self._ids = np.unique(np.fromiter(prompt_ids, np.int32))
-        self._counts = np.zeros(len(self._ids), np.int32)
-        self._size = len(self._ids)
+        self.ids = np.unique(np.fromiter(prompt_ids, np.int32))
+        self.counts = np.zeros(len(self.ids), np.int32)
 
     def add(self, token: int) -> None:
         at = int(np.searchsorted(self.ids, token))
-        if at == self._size or self._ids[at] != token:
-            self._insert(at, token)
-        self._counts[at] += 1
-
-    def _insert(self, at: int, token: int) -> None:
-        if self._size == len(self._ids):
-            room = np.zeros(self._size + 64, np.int32)
-            self._ids, self._counts = np.concatenate([self._ids, room]), np.concatenate([self._counts, room])
-        for array, value in ((self._ids, token), (self._counts, 0)):
-            array[at + 1 : self._size + 1] = array[at : self._size]
-            array[at] = value
-        self._size += 1
-
-    @property
-    def ids(self) -> I32:
-        return self._ids[: self._size]
-
-    @property
-    def counts(self) -> I32:
-        return self._counts[: self._size]
+        if at == len(self.ids) or self.ids[at] != token:
+            self.ids, self.counts = np.insert(self.ids, at, token), np.insert(self.counts, at, 0)
+        self.counts[at] += 1
 
 
 def _mask(ids: Sequence[int], vocab_size: int) -> npt.NDArray[np.uint32]:
@@ -101,7 +84,7 @@ class SamplerState:
             raise InvalidRequestError(message, param="allowed_token_ids")
         self._bad_words = tuple(tuple(word) for word in bad_words)
         self._tail: deque[int] = deque(maxlen=max((len(word) - 1 for word in self._bad_words), default=0))
-        self._bias = _bias_arrays(params.logit_bias or {}, ())
+        self._bias = _bias_arrays(params.logit_bias, ())
         top_k = min(max(params.top_k, 0), vocab_size)
         row = (params.temperature, top_k, params.top_p, params.min_p, self.seed, *penalties)
         self.packed = np.array([row], _ROW).tobytes()
@@ -114,7 +97,7 @@ class SamplerState:
         if self._bad_words:
             self._tail.append(token)
 
-    def bias(self) -> tuple[I32, F32]:
+    def bias(self) -> Pairs | None:
         """What is added to the logits of the next token: ids int32, ascending, and float32 values (-inf bans)."""
         if self.generated >= self.params.min_tokens and not self._bad_words:
             return self._bias
@@ -122,7 +105,7 @@ class SamplerState:
         banned = {w[-1] for w in self._bad_words if len(w) == 1 or tail[-len(w) + 1 :] == w[:-1]}
         if self.generated < self.params.min_tokens:
             banned |= self._ends
-        return _bias_arrays(self.params.logit_bias or {}, banned) if banned else self._bias
+        return _bias_arrays(self.params.logit_bias, banned) if banned else self._bias
 
 
 def _alternatives(asked: int | None, vocab_size: int) -> int:
@@ -132,31 +115,22 @@ def _alternatives(asked: int | None, vocab_size: int) -> int:
     return vocab_size if asked < 0 else min(asked, vocab_size)
 
 
-def _bias_arrays(biases: Mapping[int, float], banned: Iterable[int]) -> tuple[I32, F32]:
-    merged = {**biases, **dict.fromkeys(banned, -np.inf)}
+def _bias_arrays(biases: Mapping[int, float] | None, banned: Iterable[int]) -> Pairs | None:
+    merged = {**(biases or {}), **dict.fromkeys(banned, -np.inf)}
+    if not merged:
+        return None
     ids = np.array(sorted(merged), np.int32)
     return ids, np.array([merged[i] for i in ids.tolist()], np.float32)
 
 
-def _starts(parts: Sequence[I32]) -> I32:
-    return np.cumsum([0, *map(len, parts)], dtype=np.int32)
-
-
-def _seen(rows: Sequence[Row]) -> tuple[I32, I32, I32]:
-    seen = [state.seen if score < 0 else None for state, _, score in rows]
-    if not any(seen):
-        return np.zeros(len(rows) + 1, np.int32), _NO_INTS, _NO_INTS
-    ids = [_NO_INTS if s is None else s.ids for s in seen]
-    counts = [_NO_INTS if s is None else s.counts for s in seen]
-    return _starts(ids), np.concatenate(ids), np.concatenate(counts)
-
-
-def _biases(rows: Sequence[Row]) -> tuple[I32, I32, F32]:
-    parts = [state.bias() if score < 0 else (_NO_INTS, _NO_FLOATS) for state, _, score in rows]
-    ids = [part[0] for part in parts]
-    if not any(map(len, ids)):
-        return np.zeros(len(rows) + 1, np.int32), _NO_INTS, _NO_FLOATS
-    return _starts(ids), np.concatenate(ids), np.concatenate([part[1] for part in parts])
+def _ragged(parts: Sequence[Pairs | None], dtype: type) -> tuple[I32, I32, Any]:
+    """Rows of (ids, values), None for none, one after the other: starts, ids, values."""
+    found = [part for part in parts if part is not None]
+    if not found:
+        return np.zeros(len(parts) + 1, np.int32), np.zeros(0, np.int32), np.zeros(0, dtype)
+    starts = np.cumsum([0, *(0 if part is None else len(part[0]) for part in parts)], dtype=np.int32)
+    ids, values = [part[0] for part in found], [part[1] for part in found]
+    return starts, np.concatenate(ids), np.concatenate(values)
 
 
 def _masks(rows: Sequence[Row], vocab_size: int) -> npt.NDArray[np.uint32] | None:
@@ -171,8 +145,10 @@ def build_inputs(rows: Sequence[Row], vocab_size: int) -> SampleInputs:
     """The sampler's arrays for one step: a row is (state, position of the token to be made, id to score or -1)."""
     packed = np.frombuffer(b"".join([state.packed for state, _, _ in rows]), _ROW)
     columns = {name: np.ascontiguousarray(packed[name]) for name in _ROW.names or ()}
-    seen_starts, seen_ids, seen_counts = _seen(rows)
-    bias_starts, bias_ids, bias = _biases(rows)
+    drawn = [state if score < 0 else None for state, _, score in rows]
+    seen = [(s.seen.ids, s.seen.counts) if s is not None and s.seen is not None else None for s in drawn]
+    seen_starts, seen_ids, seen_counts = _ragged(seen, np.int32)
+    bias_starts, bias_ids, bias = _ragged([None if s is None else s.bias() for s in drawn], np.float32)
     return SampleInputs(
         **columns,
         position=np.array([position for _, position, _ in rows], np.int64),
