@@ -40,6 +40,7 @@ class AsyncEngine:
         self._listeners: dict[int, _Listener] = {}
         self._fault: TriviumError | None = None
         self._failures = 0
+        self._stopped = False
         self._thread = threading.Thread(target=self._loop, name="trivium-engine", daemon=True)
         self._thread.start()
 
@@ -71,7 +72,7 @@ class AsyncEngine:
         """Runs `what` between two steps, on the engine's thread, and returns its result."""
         future: Future[Any] = Future()
         self._commands.put(lambda: _settle(future, lambda: what(self._engine)))
-        if not self._thread.is_alive():
+        if self._stopped:
             self._drain(block=False)
         return await asyncio.wrap_future(future)
 
@@ -112,6 +113,7 @@ class AsyncEngine:
                 self._stop(BackendError("the engine was closed"))
             elif self._engine.has_unfinished():
                 self._step()
+        self._stopped = True  # from here on, whoever puts a command runs it: nothing is left unanswered
         self._drain(block=False)
 
     def _drain(self, *, block: bool) -> bool:

@@ -12,8 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
-
 from trivium.engine.executor import Model
 from trivium.engine.outputs import Clock, Logprob, RequestOutput, TokenLogprobs
 from trivium.engine.request import Completion, Request, Text
@@ -199,6 +197,7 @@ class Engine:
                 score_end=len(ids) - 1 if scored and index == 0 else 0, capacity=min(len(ids) + max_tokens, 2 * len(ids) + 256),
             )  # fmt: skip
             request.completions.append(Completion(request, seq, sampler, Text(self.tokenizer, params)))
+            request.live += 1
         return request
 
     def _start(self, request: Request, count: int) -> None:
@@ -264,7 +263,7 @@ class Engine:
     def _check_sampled(self, sampled: Sampled, rows: list[RowMap]) -> None:
         want = sum(row.scores + row.sample for row in rows)
         ids, vocab = sampled.ids, self.model.vocab_size
-        if len(ids) != want or (want and not (int(np.min(ids)) >= 0 and int(np.max(ids)) < vocab)):
+        if len(ids) != want or (want and not (ids.min() >= 0 and ids.max() < vocab)):
             raise BackendError(f"the backend returned {ids!r} for {want} rows of a vocabulary of {vocab}")
 
     def _sampler_rows(self, entries: list[Entry], rows: list[RowMap]) -> list[tuple[SamplerState, int, int]]:
@@ -333,6 +332,7 @@ class Engine:
 
     def _retire(self, completion: Completion) -> None:
         self.scheduler.remove(completion.seq)
+        completion.request.live -= 1
         del self._completions[completion.seq]
 
     def _end(self, request: Request, reason: str, fault: TriviumError | None = None) -> list[Completion]:
@@ -340,7 +340,11 @@ class Engine:
         live = [c for c in request.completions if c.seq in self._completions]
         request.error = fault
         for completion in live:
-            completion.finish(reason)
+            try:
+                completion.finish(reason)
+            except Exception as second:
+                completion.finish("error")
+                request.error = _typed(second)
             self._retire(completion)
         return live
 

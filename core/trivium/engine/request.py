@@ -114,8 +114,8 @@ class Completion:
 
 @dataclass(eq=False)
 class Request:
-    """A request that the engine has taken. end_ids: tokens that end an output. started: outputs whose sequence the scheduler knows;
-    the others wait until the first has computed the prompt, whose pages they then find in the cache."""
+    """A request that the engine has taken. end_ids: tokens that end an output. live: outputs that have not ended. started: outputs
+    whose sequence the scheduler knows; the others wait until the first has computed the prompt, whose pages they then find."""
 
     id: int
     prompt_ids: list[int]
@@ -127,12 +127,13 @@ class Request:
     client_id: str | None = None
     completions: list[Completion] = field(default_factory=list)
     started: int = 0
+    live: int = 0
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     error: TriviumError | None = None
 
     @property
     def finished(self) -> bool:
-        return all(c.finish_reason is not None for c in self.completions)
+        return self.live == 0
 
     def output(self, moved: list[Completion], now: float) -> RequestOutput:
         """News for the client: the outputs that moved, or all of them if it doesn't stream."""

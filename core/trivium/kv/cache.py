@@ -131,7 +131,10 @@ class KVCache:
 
     def grow(self, stream: Stream, tokens: int) -> None:
         """Makes room for the first `tokens` tokens. Raises CapacityError, and changes nothing, if there are too few pages."""
-        pages = self.pool.allocate(self.pages_to_grow(stream, tokens, stream.blocks))
+        count = self.pages_to_grow(stream, tokens, stream.blocks)
+        if not count:
+            return
+        pages = self.pool.allocate(count)
         if stream.row < 0:
             self._seat(stream)
             for g in self.recurrent:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -31,20 +32,17 @@ def sampled_rows(entry: Entry) -> RowMap:
 def make_batch(entries: Seq[Entry], rows: Seq[RowMap], kv: KVCache, sampling: SampleInputs) -> Batch:
     """The arrays of a step whose pages are reserved. Loops over sequences, never over tokens."""
     seqs = [entry.seq for entry in entries]
-    starts = np.array([entry.start for entry in entries], np.int32)
-    counts = np.array([entry.tokens for entry in entries], np.int32)
-    table_rows = np.array([seq.row for seq in seqs], np.int32)
-    query_starts = np.zeros(len(entries) + 1, np.int32)
-    np.cumsum(counts, out=query_starts[1:])
+    query_starts = np.array([0, *accumulate(entry.tokens for entry in entries)], np.int32)
+    starts, counts, table_rows = np.array([(e.start, e.tokens, e.seq.row) for e in entries], np.int32).T
     offsets = starts - query_starts[:-1]
-    positions = np.arange(query_starts[-1], dtype=np.int32) + np.repeat(offsets, counts)
+    positions = np.arange(query_starts[-1], dtype=np.int32) + offsets.repeat(counts)
     return Batch(
         token_ids=np.concatenate([seq.tokens(e.start, e.start + e.tokens) for seq, e in zip(seqs, entries)]),
         positions=positions,
         query_starts=query_starts,
         context_lens=starts + counts,
         block_tables=kv.block_tables(table_rows, max(seq.blocks for seq in seqs)),
-        slot_mapping=kv.slots(np.repeat(table_rows, counts), positions),
+        slot_mapping=kv.slots(table_rows.repeat(counts), positions),
         sample_rows=_sample_rows(rows, offsets.tolist(), query_starts.tolist()),
         sampling=sampling,
     )
