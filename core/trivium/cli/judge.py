@@ -1,0 +1,39 @@
+"""`trivium conformance`: judges a backend against the reference."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import TYPE_CHECKING
+
+from trivium.cli.parser import add_json, key_value, number
+
+if TYPE_CHECKING:
+    from trivium.conformance import Row
+
+
+def add_conformance(parser: argparse.ArgumentParser) -> None:
+    """The backend, the options it is opened with, and the areas to judge."""
+    parser.add_argument("backend", metavar="BACKEND", help="see `trivium backends`")
+    parser.add_argument("--area", action="append", help="judge this area only; may be repeated (default: all)")
+    parser.add_argument("--isa", metavar="NAME", help="instruction set that the backend is held to, such as portable")
+    parser.add_argument("--threads", type=number(int, 1), help="host threads of the backend")
+    parser.add_argument("--option", type=key_value, action="append", metavar="KEY=VALUE", help="an option of the backend's own")
+    add_json(parser)
+
+
+def conformance(args: argparse.Namespace) -> int:
+    """Prints one row a check; 1 if any failed."""
+    from trivium.conformance import run_conformance
+
+    own = {name: getattr(args, name) for name in ("isa", "threads") if getattr(args, name) is not None}
+    report = run_conformance(args.backend, {**own, **dict(args.option or ())}, areas=args.area, progress=_tell)
+    print(json.dumps(report.to_json()) if args.json else report)
+    return 0 if report.ok else 1
+
+
+def _tell(row: Row) -> None:
+    """What failed, as soon as it is known."""
+    if row.status == "failed":
+        print(f"failed: {row.area} {row.name}: {row.detail}", file=sys.stderr, flush=True)
