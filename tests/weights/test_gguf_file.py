@@ -119,7 +119,7 @@ def test_big_endian_is_refused_with_words(tmp_path: Path) -> None:
 ALIGNMENT = string("general.alignment")
 DEEP = struct.pack("<IQ", 9, 1) * 2000
 LIES: dict[str, tuple[bytes, str]] = {
-    "empty": (b"", "too short"),
+    "empty": (b"", "is empty"),
     "no magic": (raw_gguf(magic=b"GGML"), "not a GGUF file"),
     "tensor count": (raw_gguf(tensors=2**62), "the number of tensors says"),
     "key count": (raw_gguf(keys=2**62), "the number of metadata keys says"),

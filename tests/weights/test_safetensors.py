@@ -59,7 +59,7 @@ def test_nothing_is_copied(tmp_path: Path) -> None:
 ONE = {"a": np.ones(1, np.float32)}
 TWO = {"a": np.ones(2, np.float32), "b": np.ones(2, np.float32)}
 LIES: dict[str, tuple[bytes, str]] = {
-    "empty": (b"", "a header of 0 bytes in a file of 0"),
+    "empty": (b"", "is empty"),
     "short": (b"\x02\0\0\0\0\0\0\0{", "a header of 2 bytes in a file of 9"),
     "2^62 header": (struct.pack("<Q", 2**62) + bytes(99), "a header of 4611686018427387904 bytes in a file of 107"),
     "header past the end": (struct.pack("<Q", 200) + b"{}" + bytes(99), "a header of 200 bytes"),

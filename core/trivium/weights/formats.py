@@ -1,10 +1,12 @@
-"""Storage formats: how many bytes a tensor takes in a file and what numbers they stand for."""
+"""Storage formats: what bytes a tensor takes in a file and what numbers they stand for; memory-mapped files of tensors."""
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,6 +16,7 @@ from trivium.errors import CheckpointError, UnsupportedError
 from trivium.ops import Weight
 
 Array = npt.NDArray[Any]
+Bytes = npt.NDArray[np.uint8]
 Decoder = Callable[[Array], npt.NDArray[np.float32]]
 
 
@@ -70,7 +73,7 @@ def stored_bytes(shape: tuple[int, ...], format: str) -> int:
     return math.prod(shape) // elements * size
 
 
-def make_weight(name: str, shape: tuple[int, ...], format: str, raw: npt.NDArray[np.uint8]) -> Weight:
+def make_weight(name: str, shape: tuple[int, ...], format: str, raw: Bytes) -> Weight:
     """A Weight over the tensor's bytes `raw` (uint8[stored_bytes]), without a copy where the file is aligned."""
     if format in _BLOCKS:
         elements, size = FORMATS[format]
@@ -78,6 +81,36 @@ def make_weight(name: str, shape: tuple[int, ...], format: str, raw: npt.NDArray
     else:
         data = np.require(raw.view(_DTYPES[format]), requirements="A").reshape(shape)
     return Weight(name, shape, format, data, decoder(format))
+
+
+class TensorInfo(NamedTuple):
+    """One tensor of a file: its shape (slowest dimension first), storage format, and bytes start..stop of the file."""
+
+    shape: tuple[int, ...]
+    format: str
+    start: int
+    stop: int
+
+
+class TensorFile:
+    """A memory-mapped file whose header has been checked. tensors: by the names in the file. fingerprint: SHA-256 over header and
+    size; cheap, and it differs where names, shapes or metadata do."""
+
+    def __init__(self, path: Path, data: Bytes, header_bytes: int, tensors: Mapping[str, TensorInfo]) -> None:
+        self.path, self.tensors, self._data = path, tensors, data
+        self.fingerprint = hashlib.sha256(data[:header_bytes].tobytes() + str(data.size).encode()).hexdigest()
+
+    def weight(self, tensor: str, name: str) -> Weight:
+        """The tensor called `tensor` in the file, as a Weight called `name`."""
+        shape, format, start, stop = self.tensors[tensor]
+        return make_weight(name, shape, format, self._data[start:stop])
+
+
+def map_file(path: Path) -> Bytes:
+    """The bytes of a file, read only when they are used; CheckpointError if there are none."""
+    if not path.is_file() or not path.stat().st_size:
+        raise CheckpointError(f"{path} is {'empty' if path.is_file() else 'missing'}; an incomplete download?")
+    return np.asarray(np.memmap(path, np.uint8, mode="r"))
 
 
 def decoder(format: str) -> Decoder:

@@ -5,53 +5,36 @@ A file may come from anyone, so every count and length is checked against the by
 
 from __future__ import annotations
 
-import hashlib
 import math
 import struct
 from collections.abc import Mapping
-from functools import cached_property
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from trivium.errors import CheckpointError, UnsupportedError
-from trivium.ops import Weight
-from trivium.weights.formats import GGML_TYPES, make_weight, stored_bytes
+from trivium.weights.formats import GGML_TYPES, Bytes, TensorFile, TensorInfo, map_file, stored_bytes
 
 MAX_ITEMS = 1 << 24
 MAX_DIMS = 4
 MAX_NESTING = 3
-_HEADER = 24
 _STRING, _ARRAY, _BOOL = 8, 9, 7
 # Value type id -> struct code.
 _SCALARS: Mapping[int, str] = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 
 
-class TensorInfo(NamedTuple):
-    """One tensor of a file. shape: slowest dimension first. start: byte in the file, size: bytes."""
-
-    shape: tuple[int, ...]
-    format: str
-    start: int
-    size: int
-
-
 class _Reader:
     """Reads values off the front of `data` (uint8[bytes of the file]) and never past its end."""
 
-    def __init__(self, data: npt.NDArray[np.uint8], path: Path) -> None:
-        self._data = data
-        self.path = path
-        self.at = 0
+    def __init__(self, data: Bytes, path: Path) -> None:
+        self._data, self.path, self.size, self.at = data, path, data.size, 0
 
     def fail(self, what: str) -> CheckpointError:
         return CheckpointError(f"{self.path}: {what}; the file is damaged or an incomplete download")
 
-    def take(self, size: int, what: str) -> npt.NDArray[np.uint8]:
-        if size > self._data.size - self.at:
+    def take(self, size: int, what: str) -> Bytes:
+        if size > self.size - self.at:
             raise self.fail(f"the file ends within {what}")
         self.at += size
         return self._data[self.at - size : self.at]
@@ -63,7 +46,7 @@ class _Reader:
     def count(self, code: str, what: str, item_bytes: int) -> int:
         """A count of items that take at least `item_bytes` each in what follows."""
         n: int = self.scalar(code, what)
-        if n > (self._data.size - self.at) // item_bytes or n > MAX_ITEMS:
+        if n > (self.size - self.at) // item_bytes or n > MAX_ITEMS:
             raise self.fail(f"{what} says {n}, more than the file can hold")
         return n
 
@@ -95,60 +78,38 @@ class _Reader:
         return items
 
 
-class GGUFFile:
-    """An opened GGUF file; nothing but its header has been read.
+class GGUFFile(TensorFile):
+    """An opened GGUF file. metadata: every key with its value as plain Python.
 
-    metadata: every key with its value as plain Python. tensors: by the names of the file.
     Raises CheckpointError where the file is damaged and UnsupportedError where it is of another kind than trivium reads.
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self._data = _map(path)
-        reader = _Reader(self._data, path)
+        data = map_file(path)
+        reader = _Reader(data, path)
         tensors, keys = _read_header(reader)
-        self.metadata: Mapping[str, Any] = MappingProxyType(_read_metadata(reader, keys))
+        self.metadata: Mapping[str, Any] = _read_metadata(reader, keys)
         infos = [_read_info(reader) for _ in range(tensors)]
-        self._end_of_header = reader.at
-        self.tensors: Mapping[str, TensorInfo] = MappingProxyType(self._place(reader, infos))
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """SHA-256 over the header and the file's size: cheap, and it differs where shapes or vocabularies do."""
-        digest = hashlib.sha256(self._data[: self._end_of_header].tobytes())
-        digest.update(str(self._data.size).encode())
-        return digest.hexdigest()
-
-    def weight(self, tensor: str, name: str) -> Weight:
-        """The tensor called `tensor` in the file, as a Weight called `name`."""
-        info = self.tensors[tensor]
-        return make_weight(name, info.shape, info.format, self._data[info.start : info.start + info.size])
-
-    def _place(self, reader: _Reader, infos: list[tuple[str, TensorInfo]]) -> dict[str, TensorInfo]:
-        """Turns offsets within the data section into bytes of the file; refuses what overlaps or lies outside."""
-        alignment = self.metadata.get("general.alignment", 32)
-        if not isinstance(alignment, int) or not 8 <= alignment <= 1 << 16 or alignment % 8:
-            raise reader.fail(f"general.alignment is {alignment}, not a multiple of 8")
-        base = math.ceil(reader.at / alignment) * alignment
-        placed: dict[str, TensorInfo] = {}
-        end, before = base, ""
-        for name, info in sorted(infos, key=lambda item: item[1].start):
-            if name in placed:
-                raise reader.fail(f"the tensor {name!r} is listed twice")
-            info = info._replace(start=base + info.start)
-            if info.start % alignment or info.start < end:
-                raise reader.fail(f"the tensor {name!r} overlaps {before!r} or is not aligned to {alignment} bytes")
-            end, before = info.start + info.size, name
-            if end > self._data.size:
-                raise reader.fail(f"the tensor {name!r} ends at byte {end} of a file of {self._data.size} bytes")
-            placed[name] = info
-        return placed
+        super().__init__(path, data, reader.at, _place(reader, infos, self.metadata.get("general.alignment", 32)))
 
 
-def _map(path: Path) -> npt.NDArray[np.uint8]:
-    if path.stat().st_size < _HEADER:
-        raise CheckpointError(f"{path}: too short for a GGUF file; an incomplete download?")
-    return np.asarray(np.memmap(path, np.uint8, mode="r"))
+def _place(reader: _Reader, infos: list[tuple[str, TensorInfo]], alignment: Any) -> dict[str, TensorInfo]:
+    """Turns offsets within the data section into bytes of the file; refuses what overlaps or lies outside."""
+    if not isinstance(alignment, int) or not 8 <= alignment <= 1 << 16 or alignment % 8:
+        raise reader.fail(f"general.alignment is {alignment}, not a multiple of 8")
+    base = math.ceil(reader.at / alignment) * alignment
+    placed: dict[str, TensorInfo] = {}
+    end, before = base, "the header"
+    for name, (shape, format, start, stop) in sorted(infos, key=lambda item: item[1].start):
+        if name in placed:
+            raise reader.fail(f"the tensor {name!r} is listed twice")
+        if start % alignment or base + start < end:
+            raise reader.fail(f"the tensor {name!r} overlaps {before!r} or is not aligned to {alignment} bytes")
+        end, before = base + stop, name
+        if end > reader.size:
+            raise reader.fail(f"the tensor {name!r} ends at byte {end} of a file of {reader.size} bytes")
+        placed[name] = TensorInfo(shape, format, base + start, end)
+    return placed
 
 
 def _read_header(reader: _Reader) -> tuple[int, int]:
@@ -174,13 +135,13 @@ def _read_metadata(reader: _Reader, keys: int) -> dict[str, Any]:
 
 
 def _read_info(reader: _Reader) -> tuple[str, TensorInfo]:
-    """One tensor's name, shape, type and (in `start`) offset within the data section."""
+    """One tensor's name, shape, format, and bytes within the data section."""
     name = reader.string("a tensor's name")
     dims = reader.scalar("I", f"the dimensions of {name!r}")
     if dims > MAX_DIMS:
         raise reader.fail(f"the tensor {name!r} has {dims} dimensions")
     shape = tuple(reversed([reader.scalar("Q", f"the shape of {name!r}") for _ in range(dims)]))
-    kind, offset = reader.scalar("I", f"the type of {name!r}"), reader.scalar("Q", f"the offset of {name!r}")
+    kind, start = reader.scalar("I", f"the type of {name!r}"), reader.scalar("Q", f"the offset of {name!r}")
     if 0 in shape:
         raise reader.fail(f"the tensor {name!r} has the shape {list(shape)}")
     if kind not in GGML_TYPES:
@@ -188,6 +149,6 @@ def _read_info(reader: _Reader) -> tuple[str, TensorInfo]:
             f"{reader.path}: the tensor {name!r} has the type id {kind}, which can't be decoded; convert the model to another type"
         )
     try:
-        return name, TensorInfo(shape, GGML_TYPES[kind], offset, stored_bytes(shape, GGML_TYPES[kind]))
+        return name, TensorInfo(shape, GGML_TYPES[kind], start, start + stored_bytes(shape, GGML_TYPES[kind]))
     except CheckpointError as e:
         raise reader.fail(f"the tensor {name!r}: {e}") from None

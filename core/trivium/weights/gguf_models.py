@@ -22,74 +22,75 @@ _LAYER = {
     "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm", "attn_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
 }  # fmt: skip
-_GEMMA = {
+_GEMMA = _LAYER | {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_attention_norm": "post_attention_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
-_PHI3 = {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
-# Tensors that become part of the configuration, or repeat what it says.
+_PHI3 = _LAYER | {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
+# Tensors that become part of the configuration.
 _TABLES = frozenset({"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"})
 _NAME = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)")
 
 
-class _Metadata:
+class _Keys:
     """The metadata of one architecture: `get("block_count", int)` reads "llama.block_count"."""
 
     def __init__(self, file: GGUFFile, architecture: str) -> None:
-        self.file = file
-        self._prefix = architecture + "."
+        self.file, self._prefix = file, architecture + "."
 
-    def has(self, key: str) -> bool:
-        return self._prefix + key in self.file.metadata
-
-    def get(self, key: str, kind: type[Any], default: Any = None) -> Any:
-        """The value as `kind`, or `default`. CheckpointError if neither is there or it is of another type."""
-        value = self.file.metadata.get(self._prefix + key, default)
-        if isinstance(value, list) and value and value.count(value[0]) == len(value):
-            value = value[0]
+    def get(self, key: str, kind: type[Any], default: Any = ...) -> Any:
+        """The value as `kind`, or `default`. CheckpointError if there is neither or it is of another type."""
+        value, name = self.file.metadata.get(self._prefix + key, default), f"{self.file.path}: the metadata key {self._prefix}{key}"
         if isinstance(value, list):
-            raise UnsupportedError(f"{self.file.path}: {self._prefix}{key} differs from layer to layer, which no model here does")
+            if not value or value.count(value[0]) != len(value):
+                raise UnsupportedError(f"{name} differs from layer to layer, which no model here does")
+            value = value[0]
         wanted = (int, float) if kind is float else kind
-        if not isinstance(value, wanted) or (kind is not bool and isinstance(value, bool)):
-            raise CheckpointError(f"{self.file.path}: the metadata key {self._prefix}{key} is {value!r}, not a {kind.__name__}")
-        return kind(value)
+        if value is not None and (not isinstance(value, wanted) or (kind is not bool and isinstance(value, bool))):
+            raise CheckpointError(f"{name} is {'missing' if value is ... else repr(value)}; it should be a {kind.__name__}")
+        return value if value is None else kind(value)
 
-    def size(self, key: str, largest: int = 1 << 30, default: int | None = None) -> int:
+    def size(self, key: str, largest: int = 1 << 30, default: Any = ...) -> int:
         """A whole number from 1 to `largest`."""
         value: int = self.get(key, int, default)
         if not 1 <= value <= largest:
             raise CheckpointError(f"{self.file.path}: the metadata key {self._prefix}{key} is {value}, not in 1..{largest}")
         return value
 
-    def find(self, key: str, kind: type[Any]) -> Any:
-        """The value, or None where the file has no such key."""
-        return self.get(key, kind) if self.has(key) else None
+    def pattern(self, key: str) -> list[bool] | None:
+        """A truth value a layer, if the file has such a list."""
+        value = self.file.metadata.get(self._prefix + key)
+        return value if isinstance(value, list) and all(isinstance(v, bool) for v in value) else None
+
+    def table(self, tensor: str) -> list[float] | None:
+        """The numbers of a tensor, if the file has it."""
+        return self.file.weight(tensor, tensor).decode().ravel().tolist() if tensor in self.file.tensors else None
 
 
 class _Architecture(NamedTuple):
-    """`names`: what differs from _LAYER. `extend` fills in what only this architecture has."""
+    """`names`: a layer's tensors. `extend` fills in what only this architecture has."""
 
     hf_class: str
     model_type: str
     names: Mapping[str, str]
-    extend: Callable[[_Metadata, Config], None]
+    extend: Callable[[_Keys, Config], None] | None = None
 
 
 def read_config(file: GGUFFile) -> Config:
     """The model's configuration with the keys of config.json; UnsupportedError names an architecture that is not known."""
     architecture = _architecture(file)
-    metadata = _Metadata(file, file.metadata["general.architecture"])
-    config = _common(metadata)
-    config |= {"architectures": [architecture.hf_class], "model_type": architecture.model_type}
-    config |= _rope(metadata, config["head_dim"])
-    architecture.extend(metadata, config)
+    keys = _Keys(file, file.metadata["general.architecture"])
+    config: Config = {"architectures": [architecture.hf_class], "model_type": architecture.model_type} | _common(keys)
+    config |= _rope(keys, config["head_dim"])
+    if architecture.extend:
+        architecture.extend(keys, config)
     return config
 
 
 def map_names(file: GGUFFile) -> dict[str, str]:
     """Canonical name -> name in the file. Tensors that no model of the architecture has give one warning and are left out."""
-    layer_names = _LAYER | dict(_architecture(file).names)
+    layer_names = _architecture(file).names
     mapped: dict[str, str] = {}
     unknown = []
     for tensor in file.tensors:
@@ -118,31 +119,28 @@ def _architecture(file: GGUFFile) -> _Architecture:
     return _ARCHITECTURES[name]
 
 
-def _common(metadata: _Metadata) -> Config:
-    file = metadata.file
-    embedding = file.tensors.get("token_embd.weight")
-    hidden = metadata.size("embedding_length")
+def _common(keys: _Keys) -> Config:
+    tensors, hidden = keys.file.tensors, keys.size("embedding_length")
+    embedding = tensors.get("token_embd.weight")
     if embedding is None or embedding.shape[1:] != (hidden,):
-        raise CheckpointError(f"{file.path}: the tensor token_embd.weight is missing or does not have rows of {hidden} numbers")
-    if metadata.get("expert_count", int, 0):
-        raise UnsupportedError(f"{file.path}: a mixture-of-experts model; GGUF files of those can't be read, use safetensors")
-    heads = metadata.size("attention.head_count", hidden)
-    config = {
+        raise CheckpointError(f"{keys.file.path}: token_embd.weight is missing or does not have rows of {hidden} numbers")
+    if keys.get("expert_count", int, 0):
+        raise UnsupportedError(f"{keys.file.path}: a mixture-of-experts model; GGUF files of those can't be read, use safetensors")
+    heads = keys.size("attention.head_count", hidden)
+    return token_ids(keys.file) | {
         "hidden_size": hidden,
-        "intermediate_size": metadata.size("feed_forward_length"),
-        "num_hidden_layers": metadata.size("block_count", len(file.tensors)),
+        "intermediate_size": keys.size("feed_forward_length"),
+        "num_hidden_layers": keys.size("block_count", len(tensors)),
         "num_attention_heads": heads,
-        "num_key_value_heads": metadata.size("attention.head_count_kv", heads, heads),
-        "head_dim": metadata.size("attention.key_length", default=hidden // heads),
+        "num_key_value_heads": keys.size("attention.head_count_kv", heads, heads),
+        "head_dim": keys.size("attention.key_length", default=hidden // heads),
         "vocab_size": embedding.shape[0],
-        "max_position_embeddings": metadata.size("context_length"),
-        "rms_norm_eps": metadata.get("attention.layer_norm_rms_epsilon", float, 1e-6),
-        "hidden_act": "silu",
-        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
-        "mlp_bias": "blk.0.ffn_up.bias" in file.tensors,
-        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "max_position_embeddings": keys.size("context_length"),
+        "rms_norm_eps": keys.get("attention.layer_norm_rms_epsilon", float, 1e-6),
+        "attention_bias": "blk.0.attn_q.bias" in tensors,
+        "mlp_bias": "blk.0.ffn_up.bias" in tensors,
+        "tie_word_embeddings": "output.weight" not in tensors,
     }
-    return config | token_ids(file)
 
 
 def token_ids(file: GGUFFile) -> Config:
@@ -151,15 +149,14 @@ def token_ids(file: GGUFFile) -> Config:
     return {key: value for key, value in found.items() if isinstance(value, int)}
 
 
-def _rope(metadata: _Metadata, head_dim: int) -> Config:
-    config: Config = {"rope_theta": metadata.get("rope.freq_base", float, 10000.0)}
-    rotated = metadata.size("rope.dimension_count", head_dim, head_dim)
+def _rope(keys: _Keys, head_dim: int) -> Config:
+    config: Config = {"rope_theta": keys.get("rope.freq_base", float, 10000.0)}
+    rotated = keys.size("rope.dimension_count", head_dim, head_dim)
     if rotated != head_dim:
         config["partial_rotary_factor"] = rotated / head_dim
-    scaling = _rope_scaling(metadata)
-    factors = _table(metadata.file, "rope_freqs.weight")
+    factors, scaling = keys.table("rope_freqs.weight"), _rope_scaling(keys)
     if factors and len(factors) != rotated // 2:
-        raise CheckpointError(f"{metadata.file.path}: rope_freqs.weight has {len(factors)} numbers, not {rotated // 2}")
+        raise CheckpointError(f"{keys.file.path}: rope_freqs.weight has {len(factors)} numbers, not {rotated // 2}")
     if factors and any(f != 1.0 for f in factors):
         config["rope_parameters"] = {"rope_type": "factors", "factors": factors, "rope_theta": config["rope_theta"]}
     elif scaling:
@@ -167,89 +164,67 @@ def _rope(metadata: _Metadata, head_dim: int) -> Config:
     return config
 
 
-def _rope_scaling(metadata: _Metadata) -> Config | None:
-    """rope_scaling as in config.json, or None. The factor 0 means that there is none."""
-    factor = metadata.get("rope.scaling.factor", float, metadata.get("rope.scale_linear", float, 0.0))
-    kind = metadata.get("rope.scaling.type", str, "linear" if metadata.has("rope.scale_linear") else "none")
+def _rope_scaling(keys: _Keys) -> Config | None:
+    """rope_scaling as in config.json. None: there is none (its factor may be 0), or it is LongRoPE, which _extend_phi3 reads."""
+    old = keys.get("rope.scale_linear", float, 0.0)
+    factor, kind = keys.get("rope.scaling.factor", float, old), keys.get("rope.scaling.type", str, "linear" if old else "none")
     if kind in ("none", "longrope") or factor == 0.0:
-        return None  # LongRoPE's numbers are tensors: see _extend_phi3
-    if kind not in ("linear", "yarn"):
-        raise UnsupportedError(f"{metadata.file.path}: rope scaling of the type {kind!r}; there are none, linear, yarn, longrope")
-    scaling = {"rope_type": kind, "factor": factor}
-    original = metadata.find("rope.scaling.original_context_length", int)
-    return scaling if original is None else scaling | {"original_max_position_embeddings": original}
-
-
-def _table(file: GGUFFile, tensor: str) -> list[float] | None:
-    if tensor not in file.tensors:
         return None
-    numbers: list[float] = file.weight(tensor, tensor).decode().ravel().tolist()
-    return numbers
+    if kind not in ("linear", "yarn"):
+        raise UnsupportedError(f"{keys.file.path}: rope scaling of the type {kind!r}; there are none, linear, yarn, longrope")
+    original = keys.get("rope.scaling.original_context_length", int, None)
+    more = {} if original is None else {"original_max_position_embeddings": original}
+    return {"rope_type": kind, "factor": factor} | more
 
 
-def _extend_llama(metadata: _Metadata, config: Config) -> None:
+def _extend_llama(keys: _Keys, config: Config) -> None:
     config["rope_interleaved"] = True
 
 
-def _extend_qwen(metadata: _Metadata, config: Config) -> None:
-    config["use_sliding_window"] = False
+def _extend_gemma2(keys: _Keys, config: Config) -> None:
+    _extend_gemma(keys, config, period=2, largest=46)
+    config["attn_logit_softcapping"] = keys.get("attn_logit_softcapping", float, 50.0)
+    config["final_logit_softcapping"] = keys.get("final_logit_softcapping", float, 30.0)
 
 
-def _extend_gemma(metadata: _Metadata, config: Config, *, period: int, largest: int) -> None:
+def _extend_gemma3(keys: _Keys, config: Config) -> None:
+    _extend_gemma(keys, config, period=6, largest=62)
+    config["rope_theta"] = keys.get("rope.freq_base", float, 1e6)
+    config["rope_local_base_freq"] = keys.get("rope.freq_base_swa", float, 10000.0)
+    config["final_logit_softcapping"] = keys.get("final_logit_softcapping", float, None)
+
+
+def _extend_gemma(keys: _Keys, config: Config, *, period: int, largest: int) -> None:
     """`period`: each period-th layer attends to everything. `largest`: layers of the 27B model, whose attention is scaled by
-    (hidden / heads)**-0.5 instead of head_dim**-0.5 (the format has no key for it)."""
-    layers, heads = config["num_hidden_layers"], config["num_attention_heads"]
-    scale = metadata.find("attention.scale", float)
+    (hidden / heads)**-0.5 instead of head_dim**-0.5 (converters write no key for it)."""
+    layers, scale = config["num_hidden_layers"], keys.get("attention.scale", float, None)
+    per_head = config["hidden_size"] / config["num_attention_heads"] if layers == largest else config["head_dim"]
+    sliding = keys.pattern("attention.sliding_window_pattern")
+    if sliding is None or len(sliding) != layers:
+        period = keys.size("attention.sliding_window_pattern", default=period)
+        sliding = [(i + 1) % period != 0 for i in range(layers)]
+    config["layer_types"] = ["sliding_attention" if s else "full_attention" for s in sliding]
+    config["sliding_window"] = keys.size("attention.sliding_window", default=4096)
+    config["query_pre_attn_scalar"] = scale**-2 if scale else per_head
     config["norm_offset"] = 0.0
-    config["hidden_act"] = config["hidden_activation"] = "gelu_pytorch_tanh"
-    config["query_pre_attn_scalar"] = config["hidden_size"] / heads if layers == largest else config["head_dim"]
-    if scale:
-        config["query_pre_attn_scalar"] = scale**-2
-    config["sliding_window"] = metadata.get("attention.sliding_window", int, 4096)
-    config["layer_types"] = _layer_types(metadata, layers, period)
 
 
-def _layer_types(metadata: _Metadata, layers: int, period: int) -> list[str]:
-    key = "attention.sliding_window_pattern"
-    pattern = metadata.file.metadata.get(f"{metadata.file.metadata['general.architecture']}.{key}", period)
-    if isinstance(pattern, list) and len(pattern) == layers:
-        sliding = [bool(p) for p in pattern]
-    else:
-        period = metadata.get(key, int, period)
-        sliding = [period == 0 or (i + 1) % period != 0 for i in range(layers)]
-    return ["sliding_attention" if s else "full_attention" for s in sliding]
-
-
-def _extend_gemma2(metadata: _Metadata, config: Config) -> None:
-    _extend_gemma(metadata, config, period=2, largest=46)
-    config["attn_logit_softcapping"] = metadata.get("attn_logit_softcapping", float, 50.0)
-    config["final_logit_softcapping"] = metadata.get("final_logit_softcapping", float, 30.0)
-
-
-def _extend_gemma3(metadata: _Metadata, config: Config) -> None:
-    _extend_gemma(metadata, config, period=6, largest=62)
-    config["rope_theta"] = metadata.get("rope.freq_base", float, 1e6)
-    config["rope_local_base_freq"] = metadata.get("rope.freq_base_swa", float, 10000.0)
-    config["final_logit_softcapping"] = metadata.find("final_logit_softcapping", float)
-
-
-def _extend_phi3(metadata: _Metadata, config: Config) -> None:
-    short, long = (_table(metadata.file, f"rope_factors_{kind}.weight") for kind in ("short", "long"))
-    original = metadata.find("rope.scaling.original_context_length", int)
+def _extend_phi3(keys: _Keys, config: Config) -> None:
+    short, long = keys.table("rope_factors_short.weight"), keys.table("rope_factors_long.weight")
+    original = keys.get("rope.scaling.original_context_length", int, None)
+    attention = keys.get("rope.scaling.attn_factor", float, None)
     if original is not None:
         config["original_max_position_embeddings"] = original
     if short and long:
         config["rope_scaling"] = {"rope_type": "longrope", "short_factor": short, "long_factor": long}
-        attention_factor = metadata.find("rope.scaling.attn_factor", float)
-        if attention_factor is not None:
-            config["rope_scaling"]["attention_factor"] = attention_factor
-    config["sliding_window"] = metadata.find("attention.sliding_window", int) or None
+        config["rope_scaling"] |= {} if attention is None else {"attention_factor": attention}
+    config["sliding_window"] = keys.get("attention.sliding_window", int, None) or None
 
 
 _ARCHITECTURES: Mapping[str, _Architecture] = {
-    "llama": _Architecture("LlamaForCausalLM", "llama", {}, _extend_llama),
-    "qwen2": _Architecture("Qwen2ForCausalLM", "qwen2", {}, _extend_qwen),
-    "qwen3": _Architecture("Qwen3ForCausalLM", "qwen3", {}, _extend_qwen),
+    "llama": _Architecture("LlamaForCausalLM", "llama", _LAYER, _extend_llama),
+    "qwen2": _Architecture("Qwen2ForCausalLM", "qwen2", _LAYER),
+    "qwen3": _Architecture("Qwen3ForCausalLM", "qwen3", _LAYER),
     "gemma2": _Architecture("Gemma2ForCausalLM", "gemma2", _GEMMA, _extend_gemma2),
     "gemma3": _Architecture("Gemma3ForCausalLM", "gemma3_text", _GEMMA, _extend_gemma3),
     "phi3": _Architecture("Phi3ForCausalLM", "phi3", _PHI3, _extend_phi3),

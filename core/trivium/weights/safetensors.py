@@ -6,34 +6,20 @@ bytes without holes. Everything is checked before any tensor is read, so a missi
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import Any
 
 from trivium.errors import CheckpointError, UnsupportedError
-from trivium.ops import Weight
-from trivium.weights.formats import SAFETENSORS_TYPES, make_weight, stored_bytes
+from trivium.weights.formats import SAFETENSORS_TYPES, TensorFile, TensorInfo, map_file, stored_bytes
 
 MAX_HEADER = 32 << 20
 MAX_DIMS = 8
 _INCOMPLETE = "; an incomplete download?"
 _SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.safetensors")
-
-
-class TensorInfo(NamedTuple):
-    """One tensor: its logical shape, storage format, and the bytes start..stop of its file."""
-
-    shape: tuple[int, ...]
-    format: str
-    start: int
-    stop: int
 
 
 def parse_json(text: str | bytes, what: str) -> Any:
@@ -52,59 +38,46 @@ def parse_json(text: str | bytes, what: str) -> Any:
         raise CheckpointError(f"{what} is not valid JSON ({e}){_INCOMPLETE}") from None
 
 
-class SafetensorsFile:
-    """One file. tensors: name -> TensorInfo. Raises CheckpointError unless the whole file is as its header says."""
+class SafetensorsFile(TensorFile):
+    """One file. Raises CheckpointError unless the whole file is as its header says."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        if not path.is_file():
-            raise CheckpointError(f"{path} is missing{_INCOMPLETE}")
-        self._size = path.stat().st_size
-        header = self._read_header()
-        self.fingerprint = hashlib.sha256(header + str(self._size).encode()).hexdigest()
-        self.tensors: Mapping[str, TensorInfo] = MappingProxyType(self._parse(header))
-        self._data = np.asarray(np.memmap(path, np.uint8, mode="r"))
-
-    def weight(self, tensor: str, name: str) -> Weight:
-        """The tensor called `tensor` in the file, as a Weight called `name`."""
-        info = self.tensors[tensor]
-        return make_weight(name, info.shape, info.format, self._data[info.start : info.stop])
-
-    def _read_header(self) -> bytes:
-        with self.path.open("rb") as f:
-            length = int.from_bytes(f.read(8), "little")
-            if self._size < 10 or not 2 <= length <= self._size - 8:
-                raise CheckpointError(f"{self.path}: a header of {length} bytes in a file of {self._size}{_INCOMPLETE}")
-            if length > MAX_HEADER:
-                raise CheckpointError(f"{self.path}: a header of {length} bytes; at most {MAX_HEADER} are read")
-            return f.read(length)
-
-    def _parse(self, header: bytes) -> dict[str, TensorInfo]:
-        entries = parse_json(header, f"{self.path}: the header")
+        data = map_file(path)
+        length = int.from_bytes(data[:8].tobytes(), "little")
+        if not 2 <= length <= data.size - 8:
+            raise CheckpointError(f"{path}: a header of {length} bytes in a file of {data.size}{_INCOMPLETE}")
+        if length > MAX_HEADER:
+            raise CheckpointError(f"{path}: a header of {length} bytes; at most {MAX_HEADER} are read")
+        entries = parse_json(data[8 : 8 + length].tobytes(), f"{path}: the header")
         if not isinstance(entries, dict):
-            raise CheckpointError(f"{self.path}: the header is not a JSON object")
-        start = 8 + len(header)
-        tensors = {name: self._info(name, entry, start) for name, entry in entries.items() if name != "__metadata__"}
-        end, before = start, "the header"
-        for name, info in sorted(tensors.items(), key=lambda item: item[1][2:]):
-            if info.start != end:
-                raise CheckpointError(f"{self.path}: the tensor {name!r} overlaps {before} or leaves a hole after it")
-            end, before = info.stop, repr(name)
-        if end != self._size:
-            raise CheckpointError(f"{self.path}: the header describes {end} bytes, the file has {self._size}{_INCOMPLETE}")
-        return tensors
+            raise CheckpointError(f"{path}: the header is not a JSON object")
+        infos = {name: _info(path, name, entry, 8 + length) for name, entry in entries.items() if name != "__metadata__"}
+        _check_extent(path, infos, 8 + length, data.size)
+        super().__init__(path, data, 8 + length, infos)
 
-    def _info(self, name: str, entry: Any, data_start: int) -> TensorInfo:
-        entry = entry if isinstance(entry, dict) else {}
-        shape, offsets, dtype = _sizes(entry.get("shape")), _sizes(entry.get("data_offsets")), entry.get("dtype")
-        if shape is None or offsets is None or len(offsets) != 2 or math.prod(n for n in shape if n) >= 1 << 62:
-            raise CheckpointError(f"{self.path}: the header's entry for {name!r} makes no sense")
-        if not isinstance(dtype, str) or dtype not in SAFETENSORS_TYPES:
-            raise UnsupportedError(f"{self.path}: {name!r} is {dtype!r}; there are {', '.join(SAFETENSORS_TYPES)}")
-        size = stored_bytes(shape, SAFETENSORS_TYPES[dtype])
-        if offsets[1] - offsets[0] != size:
-            raise CheckpointError(f"{self.path}: {name!r} is {dtype}{list(shape)}, {size} bytes, but has the bytes {offsets}")
-        return TensorInfo(shape, SAFETENSORS_TYPES[dtype], data_start + offsets[0], data_start + offsets[1])
+
+def _check_extent(path: Path, infos: Mapping[str, TensorInfo], start: int, size: int) -> None:
+    """The tensors must fill the file from `start` on, one after another."""
+    end, before = start, "the header"
+    for name, info in sorted(infos.items(), key=lambda item: item[1][2:]):
+        if info.start != end:
+            raise CheckpointError(f"{path}: the tensor {name!r} overlaps {before} or leaves a hole after it")
+        end, before = info.stop, repr(name)
+    if end != size:
+        raise CheckpointError(f"{path}: the header describes {end} bytes, the file has {size}{_INCOMPLETE}")
+
+
+def _info(path: Path, name: str, entry: Any, start: int) -> TensorInfo:
+    entry = entry if isinstance(entry, dict) else {}
+    shape, offsets, dtype = _sizes(entry.get("shape")), _sizes(entry.get("data_offsets")), entry.get("dtype")
+    if shape is None or offsets is None or len(offsets) != 2 or math.prod(n for n in shape if n) >= 1 << 62:
+        raise CheckpointError(f"{path}: the header's entry for {name!r} makes no sense")
+    if not isinstance(dtype, str) or dtype not in SAFETENSORS_TYPES:
+        raise UnsupportedError(f"{path}: {name!r} is {dtype!r}; there are {', '.join(SAFETENSORS_TYPES)}")
+    size = stored_bytes(shape, SAFETENSORS_TYPES[dtype])
+    if offsets[1] - offsets[0] != size:
+        raise CheckpointError(f"{path}: {name!r} is {dtype}{list(shape)}, {size} bytes, but has the bytes {offsets}")
+    return TensorInfo(shape, SAFETENSORS_TYPES[dtype], start + offsets[0], start + offsets[1])
 
 
 def _sizes(value: Any) -> tuple[int, ...] | None:
