@@ -84,8 +84,7 @@ class _Feeder:
             for arg, value in zip(self._args, self._case.args) if arg.dtype == "int32" and arg.name != "ids"
         }  # fmt: skip
         tokens = self._tokens(given)
-        starts = given.get("query_starts", np.array([0, tokens], np.int32))
-        contexts = given["context_lens"] if "context_lens" in given else self._contexts(starts)
+        starts, contexts = self._sequences(given, tokens)
         first = contexts - np.diff(starts)
         positions = np.concatenate([np.arange(f, c, dtype=np.int32) for f, c in zip(first, contexts)])
         rows = np.arange(tokens, dtype=np.int32)
@@ -104,15 +103,14 @@ class _Feeder:
                 return len(value)
         raise ValueError("no argument of the case has a row for each token")
 
-    def _contexts(self, starts: Array) -> Array:
-        """Where the case does not say how long its one sequence is: as long as its state's slots reach."""
+    def _sequences(self, given: Mapping[str, Array], tokens: int) -> tuple[Array, Array]:
+        """query_starts and context_lens: given, or read off the slots of a paged state, else one sequence that starts here."""
+        if "query_starts" in given:
+            return given["query_starts"], given["context_lens"]
         state = next((s for s in self._case.args if isinstance(s, PagedState)), None)
         if state is None:
-            return np.diff(starts).astype(np.int32)
-        size = state.k.shape[1]
-        last = max(int(state.slots.max()), 0)
-        block = int(np.flatnonzero(state.block_table[0] == last // size)[0])
-        return np.array([block * size + last % size + 1], np.int32)
+            return np.array([0, tokens], np.int32), np.array([tokens], np.int32)
+        return _sequences_of(state)
 
     def values(self) -> list[Value | None]:
         """The argument values, in order."""
@@ -177,6 +175,20 @@ class _Feeder:
             width = int(np.prod([int(n) for n in y.shape[1:]]))
             y = self.b.reshape(y, shape=(y.shape[0], width))
         return self.b.gather_rows(y, self.b.input("sample_rows")) if y.shape[0] == "tokens" else y
+
+
+def _sequences_of(state: PagedState) -> tuple[Array, Array]:
+    """query_starts and context_lens of the sequences whose tokens a state's slots are; a token without a slot goes with the one
+    before it."""
+    size = state.k.shape[1]
+    counts, contexts = np.zeros(len(state.block_table), np.int32), np.zeros(len(state.block_table), np.int32)
+    seq = 0
+    for slot in state.slots.tolist():
+        if slot >= 0:
+            seq, block = (int(n[0]) for n in np.nonzero(state.block_table == slot // size))
+            contexts[seq] = max(contexts[seq], block * size + slot % size + 1)
+        counts[seq] += 1
+    return np.cumsum([0, *counts], dtype=np.int32), contexts
 
 
 def spec_of(state: State, arg: Arg, window: int | None) -> StateSpec:

@@ -5,7 +5,9 @@ For a plugin's own continuous integration. Options for Backend.open() are given 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -22,12 +24,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config, items: list[pytest.Item]) -> None:
     """Adds the checks of the backends asked for to what was collected."""
-    options = dict(word.partition("=")[::2] for word in config.getoption("--trivium-option"))
+    options = dict(_option(word) for word in config.getoption("--trivium-option"))
     for name in config.getoption("--trivium-backend"):
         items.extend(_items(session, name, options))
 
 
-def _items(session: pytest.Session, name: str, options: dict[str, str]) -> Iterator[pytest.Item]:
+def _option(word: str) -> tuple[str, Any]:
+    """KEY=VALUE, the value as JSON if it can be read so, else as text."""
+    key, _, value = word.partition("=")
+    try:
+        return key, json.loads(value)
+    except ValueError:
+        return key, value
+
+
+def _items(session: pytest.Session, name: str, options: dict[str, Any]) -> Iterator[pytest.Item]:
     try:
         lab = open_lab(name, options)
     except BackendUnavailableError as e:

@@ -1,0 +1,242 @@
+"""The kit passes what is right and finds what is wrong: numpy backends with one deliberate fault each."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+from fused_patterns import PATTERNS
+
+from trivium.conformance import AREAS, Report, Row, collect_checks, run_conformance
+from trivium.conformance.lab import Lab
+from trivium.errors import BackendNotFoundError, BackendUnavailableError, InvalidRequestError
+from trivium.ops import OPERATORS, Case, Pattern, Sampled
+from trivium.ops.patterns import run_pattern
+from trivium.plugin import EagerExecutable, Kernel, Pages, WeightFormat, resolve
+from trivium.plugin.reference import ReferenceBackend, ReferenceSession
+
+
+def kernel(name, fn):
+    """A kernel that computes an operator by `fn(*args, **attrs)`."""
+    return Kernel(name, lambda session, args, attrs: fn(*args, **attrs), f"test {name}", priority=1)
+
+
+def fused(pattern, fn=None):
+    run = fn or (lambda args, attrs: run_pattern(pattern, args, attrs))
+    return Kernel(pattern, lambda session, args, attrs: run(args, attrs), f"fused {pattern.name}")
+
+
+class Session(ReferenceSession):
+    """The reference's session over other kernels."""
+
+    def compile(self, program, weights):
+        return EagerExecutable(self, program, weights, self._kernels, self._spec, backend="test", strict=self._strict)
+
+
+class Backend(ReferenceBackend):
+    name = "test"
+
+    def __init__(self, extra=(), without=(), session=Session, **capabilities):
+        self._extra, self._without, self._session, self._changes = extra, without, session, capabilities
+
+    def capabilities(self, device):
+        return dataclasses.replace(super().capabilities(device), **self._changes)
+
+    def kernels(self, device):
+        return [*self._extra, *(k for k in super().kernels(device) if k.op not in self._without)]
+
+    def open(self, device, options):
+        return self._session(self.kernels(device), strict=False)
+
+
+def judge(backend, *areas, only=""):
+    """{(area, name): row} of some areas, of the checks with `only` in their names."""
+    device = backend.probe().devices[0]
+    lab = Lab(backend, device, backend.capabilities(device), backend.kernels(device))
+    return {(c.area, c.name): c.run() for c in collect_checks(lab, areas) if only in c.name}
+
+
+def failed(rows):
+    return {name for (_, name), row in rows.items() if row.status == "failed"}
+
+
+def test_the_reference_passes():
+    report = run_conformance("reference", areas=[a for a in AREAS if a != "models"])
+    assert report.ok and report.count("passed") > 40 and report.count("fallback") == 0
+    assert {row.area for row in report.rows} == set(AREAS) - {"models"}
+
+
+def test_numpy_fusions_pass_in_every_tiny_model():
+    backend = Backend([fused(p) for p in PATTERNS.values()])
+    rows = judge(backend, "fusions") | judge(backend, "models", only="logits")
+    assert not failed(rows)
+    assert {name for area, name in rows if area == "fusions"} == set(PATTERNS)
+    assert "44 calls, " in rows["models", "llama, logits"].detail and "44 fused" not in rows["models", "llama, logits"].detail
+
+
+@pytest.mark.parametrize(
+    ("name", "fn"),
+    [
+        ("linear", lambda x, w, b: x @ w.T),
+        ("linear", lambda x, w, b: OPERATORS["linear"](x, w, b) * 1.001),
+        ("rms_norm", lambda x, w, eps, offset: OPERATORS["rms_norm"](x, w, eps=1e-6, offset=offset)),
+        ("rope", lambda x, p, f, interleaved, scale: OPERATORS["rope"](x, p, f, interleaved=False, scale=scale)),
+        ("paged_attention", lambda *a, window, **k: OPERATORS["paged_attention"](*a, window=window and window + 1, **k)),
+        ("paged_attention", lambda q, kv, s, c, sinks, **k: OPERATORS["paged_attention"](q, kv, s, c, None, **k)),
+        ("gather_rows", lambda x, rows: x[: len(rows)]),
+        ("moe_route", lambda *a, normalize, **k: OPERATORS["moe_route"](*a, normalize=True, **k)),
+        ("kv_write", lambda kv, k, v: OPERATORS["kv_write"](kv, v, k)),
+    ],
+)  # fmt: skip
+def test_a_wrong_kernel_fails_its_row(name, fn):
+    backend = Backend([kernel(name, fn)])
+    rows = judge(backend, "operators")
+    assert name in failed(rows)
+    assert failed(rows) <= {name, "moe_experts"} or name == "gather_rows"  # these two serve to judge others
+
+
+def test_a_kernel_that_writes_into_other_pages_is_found():
+    def spill(kv, k, v):
+        kv = OPERATORS["kv_write"](kv, k, v)
+        unused = np.setdiff1d(np.arange(len(kv.k)), kv.block_table)
+        kv.k[unused] = 0
+        return kv
+
+    assert failed(judge(Backend([kernel("kv_write", spill)]), "operators")) == {"kv_write"}
+
+
+def test_a_kernel_that_starts_from_a_stale_state_is_found():
+    def stale(q, k, v, g, beta, s, starts, contexts, scale):
+        return OPERATORS["gated_delta_rule"](q, k, v, g, beta, s, starts, contexts + 1, scale=scale)
+
+    assert failed(judge(Backend([kernel("gated_delta_rule", stale)]), "operators")) == {"gated_delta_rule"}
+
+
+def test_a_missing_kernel_is_a_fallback_and_a_refusing_one_says_why():
+    rows = judge(Backend(without={"softcap"}), "operators")
+    assert rows["operators", "softcap"].status == "fallback" and not failed(rows)
+    picky = Kernel(
+        "scale",
+        lambda s, a, k: OPERATORS["scale"](*a, **k),
+        "picky",
+        1,
+        lambda call: "factor is negative" if call.attrs["factor"] < 0 else None,
+    )
+    row = judge(Backend([picky], without={"scale"}), "operators")["operators", "scale"]
+    assert row.status == "passed" and "on the host (factor is negative)" in row.detail
+
+
+def test_a_fused_kernel_that_differs_from_its_pattern_is_found():
+    pattern = PATTERNS["add_norm"]
+    rows = judge(Backend([fused(pattern, lambda args, attrs: run_pattern(pattern, args, {**attrs, "eps": 0.01}))]), "fusions")
+    assert failed(rows) == {"add_norm"}
+
+
+def test_a_pattern_without_any_example_fails_and_one_with_cases_passes():
+    chain = lambda b, x: b.softcap(b.softcap(x, cap=3.0), cap=2.0)
+    rows = judge(Backend([fused(Pattern("chain", chain))]), "fusions")
+    assert failed(rows) == {"chain"} and "no example" in rows["fusions", "chain"].detail
+    with_cases = Pattern("chain", chain, cases=lambda rng: [Case((rng.standard_normal((3, 5), dtype=np.float32),))])
+    assert not failed(judge(Backend([fused(with_cases)]), "fusions"))
+
+
+class Rounding(Session):
+    """Holds weights in steps of 1/256; the numbers it tells are those it holds."""
+
+    def load(self, weight, format):
+        return np.round(weight.decode() * 256) / np.float32(256) if format == "coarse" else super().load(weight, format)
+
+
+def test_formats_are_held_to_what_they_promise():
+    float32 = WeightFormat("float32", 32.0)
+    coarse = lambda **k: Backend(session=Rounding, weight_formats=(float32, WeightFormat("coarse", 8.0, **k)))
+    assert not failed(judge(coarse(error_budget=0.05), "formats"))
+    assert failed(judge(coarse(error_budget=0.01), "formats")) == {f"coarse from {s}" for s in ("float32", "float16", "bfloat16")}
+    assert failed(judge(coarse(lossless_from=frozenset({"q8_0"})), "formats")) == {"coarse from q8_0"}
+
+
+class Lossy(Session):
+    def export_pages(self, group, ids):
+        pages = super().export_pages(group, ids)
+        return Pages(*pages[:3], tuple(tuple(t.astype(np.float16).astype(np.float32) for t in layer) for layer in pages.tensors))
+
+
+class Smearing(Session):
+    def copy_pages(self, src, dst):
+        super().copy_pages([*src, 0], [*dst, 5])
+
+
+def test_pages_that_lose_bits_or_land_elsewhere_are_found():
+    assert {"one group, float32", "latent, float32"} <= failed(judge(Backend(session=Lossy), "pages"))
+    assert "one group, float32" in failed(judge(Backend(session=Smearing), "pages"))
+
+
+def test_a_sampler_with_other_ids_or_without_logprobs_is_found():
+    def other(logits, inputs, vocab_size):
+        right = OPERATORS["sample"](logits, inputs, vocab_size=vocab_size)
+        return right._replace(ids=np.where(inputs.temperature > 0, (right.ids + 1) % vocab_size, right.ids).astype(np.int32))
+
+    bad = failed(judge(Backend([kernel("sample", other)]), "sampler"))
+    assert 8 <= len(bad) < 16  # greedy vectors are still right
+    silent = lambda logits, inputs, vocab_size: Sampled(OPERATORS["sample"](logits, inputs, vocab_size=vocab_size).ids)
+    assert failed(judge(Backend([kernel("sample", silent)]), "sampler")) == {"vector 7", "vector 15"}
+
+
+def test_results_that_depend_on_the_neighbours_or_on_chance_are_found():
+    crowded = lambda x, w, b: OPERATORS["linear"](x, w, b) * np.float32(1 + 1e-2 * (len(x) > 1))
+    rows = judge(Backend([kernel("linear", crowded)]), "models", only="llama, batched")
+    assert failed(rows) == {"llama, batched = alone"}
+    rows = judge(Backend([kernel("linear", crowded)]), "models", only="gemma3, tokens")
+    assert failed(rows) == {"gemma3, tokens = reference"}
+    rng = np.random.default_rng()
+    noisy = lambda x, w, b: OPERATORS["linear"](x, w, b) * np.float32(1 + 1e-6 * rng.uniform())
+    assert failed(judge(Backend([kernel("linear", noisy)]), "models", only="llama, repeated")) == {"llama, repeated = once"}
+
+
+def test_what_this_machine_lacks_is_unavailable_not_failed(monkeypatch):
+    class Absent(Backend):
+        def open(self, device, options):
+            raise BackendUnavailableError("this CPU has no such instructions")
+
+    absent = Absent()
+    monkeypatch.setattr("trivium.conformance.kit.resolve", lambda name: (absent, absent.probe().devices[0]))
+    report = run_conformance("test", {"isa": "avx10"})
+    assert report.rows == (Row("device", "test", "unavailable", "this CPU has no such instructions"),)
+    assert report.ok and report.to_json()["failed"] == 0
+
+
+def test_misspelt_words_are_refused():
+    with pytest.raises(BackendNotFoundError, match="reference"):
+        run_conformance("refrence")
+    with pytest.raises(InvalidRequestError, match="speed"):
+        run_conformance("reference", {"speed": 11})
+    with pytest.raises(InvalidRequestError, match="operators"):
+        run_conformance("reference", areas=["operator"])
+
+
+def test_a_report_is_plain_json_and_readable():
+    rows = (Row("operators", "add", "passed", "6 cases"), Row("operators", "mul", "failed", "off"), Row("pages", "x", "skipped"))
+    report = Report("b", "dev", rows, {"isa": "avx2"})
+    assert json.loads(json.dumps(report.to_json())) == {
+        "backend": "b", "device": "dev", "options": {"isa": "avx2"}, "passed": 1, "failed": 1, "skipped": 1, "fallback": 0,
+        "unavailable": 0, "rows": [r._asdict() for r in rows],
+    }  # fmt: skip
+    assert not report.ok
+    assert str(report).splitlines()[-2:] == [
+        "failed      operators  mul                              off",
+        "b on dev: 1 passed, 1 failed, 1 skipped",
+    ]
+
+
+def test_an_exception_is_a_failed_row_and_the_rest_is_judged():
+    def broken(*args, **attrs):
+        raise RuntimeError("kernel exploded")
+
+    rows = judge(Backend([kernel("add", broken)]), "operators")
+    assert failed(rows) == {"add"} and "kernel exploded" in rows["operators", "add"].detail
+
+
+def test_the_reference_is_found_like_any_other_backend():
+    assert resolve("reference")[0].name == "reference"

@@ -1,0 +1,35 @@
+"""The kit as a pytest plugin, and the support matrix."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+from trivium.conformance import Report, Row
+from trivium.conformance.matrix import render
+
+PYTEST = [sys.executable, "-m", "pytest", "-p", "trivium.conformance.pytest_plugin", "-p", "no:cacheprovider"]
+
+
+def test_each_check_is_a_test(tmp_path):
+    command = [*PYTEST, "--trivium-backend=reference", "-k", "operators or pages", "-v", "--rootdir", str(tmp_path), str(tmp_path)]
+    done = subprocess.run(command, cwd=tmp_path, env=os.environ, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "reference:operators:paged_attention PASSED" in done.stdout
+    assert "reference:operators:all_reduce SKIPPED" in done.stdout
+    assert "reference:models" not in done.stdout
+
+
+def test_an_unknown_backend_stops_the_run(tmp_path):
+    command = [*PYTEST, "--trivium-backend=refrence", str(tmp_path)]
+    done = subprocess.run(command, cwd=tmp_path, env=os.environ, capture_output=True, text=True, check=False)
+    assert done.returncode != 0 and "reference" in done.stdout + done.stderr
+
+
+def test_the_matrix_has_a_column_for_each_backend():
+    one = Report("one", "d", (Row("operators", "add", "passed"), Row("operators", "mul", "fallback"), Row("pages", "p", "failed")))
+    two = Report("two", "d", (Row("operators", "add", "skipped"),))
+    page = render([one, two])
+    assert "| operators | one | two |\n| --- | --- | --- |\n| add | yes | - |\n| mul | on the host | - |" in page
+    assert "| p | FAILS | - |" in page
