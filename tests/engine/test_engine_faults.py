@@ -23,7 +23,7 @@ def snapshot(engine: Engine) -> tuple[Any, ...]:
     s = engine.scheduler
     seqs = [(q.order, q.computed, q.length, q.scored, q.running, engine.kv.held(q)) for q in s.running + s.waiting]
     requests = [
-        (r.id, r.clock.metrics(0.0), list(r.prompt_logprobs or ()), r.started, [c.token_ids[:] for c in r.completions])
+        (r.id, r.clock.metrics(0.0), list(r.prompt_logprobs), r.started, [c.token_ids[:] for c in r.completions])
         for r in engine._requests.values()
     ]
     samplers = [c.sampler.generated for c in engine._completions.values()]

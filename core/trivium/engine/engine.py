@@ -145,7 +145,7 @@ class Engine:
         request = self._requests.get(request_id)
         if request is None:
             return None
-        return self._report(self._end(request, "abort"))[0]
+        return self._report(self._end(request, "abort") or request.completions)[0]
 
     def fail_all(self, fault: TriviumError) -> list[RequestOutput]:
         """Ends every request with an error: for an engine that can't go on."""
@@ -186,7 +186,7 @@ class Engine:
         eos = frozenset() if params.ignore_eos else self.model.eos_ids
         request = Request(number, ids, params, max_tokens, eos | set(params.stop_token_ids), Clock(self._clock()))
         scored = params.prompt_logprobs is not None
-        request.prompt_logprobs = [None] if scored else None
+        request.prompt_logprobs.append(None)
         root = root_key(self.model.fingerprint, "", salt, owner)
         seed = fresh_seed() if self.config.seed is None else derive_seed(self.config.seed % 2**64, number)
         bad_words = bad_word_ids(params.bad_words, lambda text: self.tokenizer.encode(text, add_special_tokens=False))
@@ -296,24 +296,24 @@ class Engine:
         self, completion: Completion, entry: Entry, row: RowMap, sampled: Sampled, at: int, now: float, began: float
     ) -> None:
         seq, request = entry.seq, completion.request
+        complete = entry.start + entry.tokens == seq.length
         if entry.hit is not None:
             request.clock.schedule(completion.index, began, entry.start)
             self.stats.cached_tokens += entry.start
+        for _ in range(row.scores):
+            request.prompt_logprobs.append(self._logprobs(sampled, at, completion.sampler.prompt_logprobs))
+            seq.scored += 1
+            at += 1
+        if row.sample:
+            completion.accept(int(sampled.ids[at]), self._logprobs(sampled, at, completion.sampler.logprobs), now)
+            self.stats.generated_tokens += 1
+        elif complete:
+            completion.finish("length")
         self.kv.advance(seq, entry.tokens)
         self.stats.computed_tokens += entry.tokens
-        if row.scores and request.prompt_logprobs is not None:
-            for i in range(row.scores):
-                request.prompt_logprobs.append(self._logprobs(sampled, at + i, completion.sampler.prompt_logprobs))
-            seq.scored = row.start + row.scores
-        if seq.pending == 0:
+        if complete:
             request.clock.prefilled(now)
             self._start(request, len(request.completions))
-        if row.sample:
-            self.stats.generated_tokens += 1
-            at += row.scores
-            completion.accept(int(sampled.ids[at]), self._logprobs(sampled, at, completion.sampler.logprobs), now)
-        elif seq.pending == 0:
-            completion.finish("length")
         if completion.finish_reason is not None:
             self._retire(completion)
 

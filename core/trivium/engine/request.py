@@ -128,7 +128,7 @@ class Request:
     completions: list[Completion] = field(default_factory=list)
     started: int = 0
     live: int = 0
-    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     error: TriviumError | None = None
 
     @property
@@ -144,7 +144,7 @@ class Request:
             outputs=[c.output() for c in (moved if self.stream else self.completions)],
             finished=finished,
             metrics=self.clock.metrics(now) if finished else None,
-            prompt_logprobs=self.prompt_logprobs,
+            prompt_logprobs=None if self.params.prompt_logprobs is None else self.prompt_logprobs,
             error=self.error,
             client_id=self.client_id,
         )
