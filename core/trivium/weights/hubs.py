@@ -114,14 +114,9 @@ def fetch_modelscope(name: str, into: Path, progress: bool, *, base: str = MODEL
         raise DownloadError(f"{base} can't be reached for {repository} ({getattr(e, 'reason', e)}); {_ELSE}") from e
 
 
-def _open(url: str) -> Any:
-    request = urllib.request.Request(url, headers={"User-Agent": "trivium"})
-    return urllib.request.urlopen(request, timeout=_TIMEOUT_S)
-
-
 def _list_modelscope(url: str, repository: str) -> dict[str, tuple[int, str]]:
     """File -> (bytes, SHA-256 or "") of a repository."""
-    with _open(url) as answer:
+    with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as answer:
         text = answer.read(MAX_LISTING)
     try:
         files = json.loads(text)["Data"]["Files"]
@@ -133,7 +128,7 @@ def _list_modelscope(url: str, repository: str) -> dict[str, tuple[int, str]]:
 
 def _download(url: str, target: Path, size: int, sha256: str, bar: tqdm[Any]) -> None:
     digest, received = hashlib.sha256(), 0
-    with _open(url) as answer, target.open("xb") as out:
+    with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as answer, target.open("xb") as out:
         while (block := answer.read(_CHUNK)) and received <= size:
             received += len(block)
             digest.update(block)
