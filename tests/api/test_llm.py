@@ -288,3 +288,13 @@ def test_o12_alternatives_are_exactly_k_sorted_and_of_their_position(llm):
 def test_o20_an_empty_prompt_begins_with_bos_or_is_refused(llm):
     [bos] = ids_of(llm.generate([[llm.tokenizer.bos_id]], GREEDY))
     assert ids_of(llm.generate(["", []], GREEDY)) == [bos, bos]
+
+
+@pytest.mark.faults
+def test_o10_the_end_token_and_special_alternatives_have_a_finite_logprob_and_a_text(llm):
+    end, pad = 257, 258
+    [out] = llm.generate("abc", SamplingParams(temperature=0, logit_bias={end: 100.0}, logprobs=llm.loaded.vocab_size))
+    [entry] = out.outputs[0].logprobs
+    assert out.outputs[0].token_ids == [end] and out.outputs[0].finish_reason == "stop" and out.outputs[0].text == ""
+    assert entry[end].decoded_token == "</s>" and entry[pad].decoded_token == "<pad>"
+    assert len(entry) == llm.loaded.vocab_size and np.isfinite([v.logprob for v in entry.values()]).all()
