@@ -9,9 +9,10 @@ Names are imported on first use, so `import trivium` itself costs nothing.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
+TYPE_CHECKING = False  # type checkers know the name; importing it from typing would be most of this module's cost
 if TYPE_CHECKING:
+    from typing import Any
+
     from trivium import errors
     from trivium.api import LLM, AsyncLLM
     from trivium.engine import CompletionOutput, Metrics, RequestOutput
