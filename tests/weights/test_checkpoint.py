@@ -159,7 +159,8 @@ def test_a_missing_config_is_named(tmp_path: Path) -> None:
 
 def test_fingerprints_are_stable_and_tell_models_apart(tmp_path: Path) -> None:
     folders = [hf_folder(tmp_path / "a"), hf_folder(tmp_path / "b"), hf_folder(tmp_path / "c", rope_theta=5.0),
-               hf_folder(tmp_path / "d", without_head()), sharded_folder(tmp_path / "e")]  # fmt: skip
+               hf_folder(tmp_path / "d", without_head()), sharded_folder(tmp_path / "e"),
+               hf_folder(tmp_path / "tuned", {name: t * np.float32(1.01) for name, t in hf_tensors().items()})]  # fmt: skip
     paths = [*folders, tiny_gguf(tmp_path / "f.gguf"), tiny_gguf(tmp_path / "g.gguf", vocab_size=9)]
     a, b, *others = (open_checkpoint(path).fingerprint for path in paths)
     assert a == b

@@ -37,8 +37,8 @@ Stored = Mapping[str, tuple[TensorFile, str]]
 class Checkpoint:
     """A model as it lies on disk. Tensors are memory-mapped and read only when they are used.
 
-    config and generation_config: as in config.json and generation_config.json. fingerprint: SHA-256 over configuration and headers;
-    cheap, and it differs between models. _tensors: canonical name -> its file and its name there.
+    config and generation_config: as in config.json and generation_config.json. fingerprint: SHA-256 over configuration, headers and
+    samples of the data; cheap, and it tells models apart. _tensors: canonical name -> its file and its name there.
     """
 
     path: Path

@@ -17,6 +17,7 @@ from trivium.ops import Weight
 
 Array = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
+_SAMPLES, _SAMPLE_BYTES = 64, 1024
 Decoder = Callable[[Array], npt.NDArray[np.float32]]
 
 
@@ -93,12 +94,14 @@ class TensorInfo(NamedTuple):
 
 
 class TensorFile:
-    """A memory-mapped file whose header has been checked. tensors: by the names in the file. fingerprint: SHA-256 over header and
-    size; cheap, and it differs where names, shapes or metadata do."""
+    """A memory-mapped file whose header has been checked. tensors: by the names in the file. fingerprint: SHA-256 over size, header
+    and samples of the data, so it is cheap, and differs between models of the same shape too."""
 
     def __init__(self, path: Path, data: Bytes, header_bytes: int, tensors: Mapping[str, TensorInfo]) -> None:
         self.path, self.tensors, self._data = path, tensors, data
-        self.fingerprint = hashlib.sha256(data[:header_bytes].tobytes() + str(data.size).encode()).hexdigest()
+        starts = np.linspace(header_bytes, max(header_bytes, data.size - _SAMPLE_BYTES), _SAMPLES, dtype=np.int64)
+        parts = [data[:header_bytes], *(data[start : start + _SAMPLE_BYTES] for start in starts)]
+        self.fingerprint = hashlib.sha256(np.concatenate(parts).tobytes() + str(data.size).encode()).hexdigest()
 
     def weight(self, tensor: str, name: str) -> Weight:
         """The tensor called `tensor` in the file, as a Weight called `name`."""

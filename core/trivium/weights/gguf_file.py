@@ -28,20 +28,19 @@ class _Reader:
     """Reads values off the front of `data` (uint8[bytes of the file]) and never past its end."""
 
     def __init__(self, data: Bytes, path: Path) -> None:
-        self._data, self.path, self.size, self.at = data, path, data.size, 0
+        self._data, self.path, self.size, self.at = data.data, path, data.size, 0
 
     def fail(self, what: str) -> CheckpointError:
         return CheckpointError(f"{self.path}: {what}; the file is damaged or an incomplete download")
 
-    def take(self, size: int, what: str) -> Bytes:
+    def take(self, size: int, what: str) -> memoryview:
         if size > self.size - self.at:
             raise self.fail(f"the file ends within {what}")
         self.at += size
         return self._data[self.at - size : self.at]
 
     def scalar(self, code: str, what: str) -> Any:
-        size = struct.calcsize("<" + code)
-        return struct.unpack("<" + code, self.take(size, what).tobytes())[0]
+        return struct.unpack("<" + code, self.take(struct.calcsize("<" + code), what))[0]
 
     def count(self, code: str, what: str, item_bytes: int) -> int:
         """A count of items that take at least `item_bytes` each in what follows."""
@@ -53,7 +52,7 @@ class _Reader:
     def string(self, what: str) -> str:
         raw = self.take(self.scalar("Q", what), what)
         try:
-            return raw.tobytes().decode("utf-8")
+            return str(raw, "utf-8")
         except UnicodeDecodeError:
             raise self.fail(f"{what} is not UTF-8") from None
 
@@ -73,9 +72,8 @@ class _Reader:
             return [self.value(kind, what, nesting + 1) for _ in range(n)]
         dtype = np.dtype("<" + _SCALARS[kind])
         n = self.count("Q", f"the length of {what}", dtype.itemsize)
-        raw = self.take(n * dtype.itemsize, what)
-        items: list[Any] = (raw != 0 if kind == _BOOL else raw.view(dtype)).tolist()
-        return items
+        items = np.frombuffer(self.take(n * dtype.itemsize, what), np.uint8 if kind == _BOOL else dtype)
+        return list((items != 0 if kind == _BOOL else items).tolist())
 
 
 class GGUFFile(TensorFile):
