@@ -245,11 +245,16 @@ def test_what_can_never_fit_is_refused_at_the_door() -> None:
     assert len(generate([5] * 10, greedy(11), engine).outputs[0].token_ids) == 11
 
 
-def test_a_parameter_that_the_backend_lacks_is_refused_at_the_door() -> None:
+@pytest.mark.faults
+def test_o08_a_parameter_that_the_backend_lacks_is_refused_at_the_door_and_the_neighbour_goes_on() -> None:
     engine = engine_of()
-    engine.model.capabilities = Capabilities(("float32",), (), ("float32",), sampling=frozenset({"temperature"}))
-    with pytest.raises(UnsupportedError, match="min_p"):
+    reasons = {"min_p": "its sampler stops at top_p"}
+    capabilities = Capabilities(("float32",), (), ("float32",), sampling=frozenset({"temperature"}), unsupported=reasons)
+    engine.model.capabilities = capabilities
+    other = engine.add_request([5, 6], greedy(3))
+    with pytest.raises(UnsupportedError, match="min_p: its sampler stops at top_p"):
         engine.add_request([5], greedy(3, temperature=1.0, min_p=0.1))
+    assert run_all(engine)[other].outputs[0].token_ids == continuation([5, 6], 3, (None,))
 
 
 @pytest.mark.parametrize("field", ["max_num_seqs", "max_num_batched_tokens"])

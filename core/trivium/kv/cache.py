@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from trivium.kv.pool import BlockPool, Key
+from trivium.kv.pool import BlockPool
 from trivium.ops import KVSpec
 from trivium.ops.batch import I32, I64
 
@@ -165,9 +165,9 @@ class KVCache:
         before = stream.computed // self.page_size
         stream.computed += count
         full = stream.computed // self.page_size
-        if full == before or self.recurrent:
+        if full == before:
             return
-        for block in range(before, full):
+        for block in range(before, full if not self.recurrent else before):
             key = self._key(stream, block)
             for g in self.paged:
                 self.pool.publish(int(self._tables[g, stream.row, block]), (key, g))
@@ -249,6 +249,3 @@ class KVCache:
         if blocks > have:
             more = max(blocks - have, have)
             self._tables = np.pad(self._tables, ((0, 0), (0, 0), (0, more)), constant_values=-1)
-
-
-__all__ = ["Hit", "KVCache", "Key", "Stream", "root_key"]
