@@ -278,17 +278,13 @@ struct LinearKernel {
     for (int64_t i = 0; i < rounds; ++i) {
 #pragma GCC unroll 16
       for (auto& a : acc) S::dot(a, w, x);
-      asm volatile("" ::: "memory");
+      asm volatile("" : "+r"(x));  // x may have changed: nothing can be computed ahead
     }
-    alignas(64) float sum[kTile];
-    for (int i = 1; i < kChains; ++i) S::dot(acc[0], w, x);
-    S::store(S::to_float(acc[0]), sum);
-    for (auto& a : acc) {
-      alignas(64) float lane[kTile];
-      S::store(S::to_float(a), lane);
-      sum[0] += lane[0];
-    }
-    return sum[0] > 0 ? rounds * kChains : 0;
+    F32 sum = S::zero_float();
+    for (auto& a : acc) sum = S::add(sum, S::to_float(a));
+    alignas(64) float lanes[kTile];
+    S::store(sum, lanes);
+    return lanes[0] != 0.0f ? rounds * kChains : 0;
   }
 
   // Symmetric, to nearest: scale = largest / 127. A group whose largest magnitude is below 1e-30 counts as zero (its inverse scale

@@ -1,6 +1,7 @@
 // Packing checkpoint rows into tiles, and reading rows of a packed matrix back.
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <stdexcept>
 
 #include "rows.h"
@@ -37,13 +38,9 @@ public:
 
   uint8_t* chunk(int64_t group) const { return tile_ + group / shape_.groups * shape_.chunk_bytes(); }
 
-  // The byte with the code of input i and, with 4 bits, how far up it lies.
-  uint8_t* code(int64_t i, int& shift) const {
-    const int64_t group = i / kGroup;
-    const int64_t quad = i % kGroup / 4;
-    uint8_t* codes = chunk(group) + shape_.header + group % shape_.groups * shape_.group_bytes();
-    shift = shape_.bits == 4 ? static_cast<int>(quad % 2) * 4 : 0;
-    return codes + (shape_.bits == 4 ? quad / 2 : quad) * kLine + 4 * lane_ + i % 4;
+  // The first four bytes of this output's codes of a group; the next are a line further on.
+  uint8_t* codes(int64_t group) const {
+    return chunk(group) + shape_.header + group % shape_.groups * shape_.group_bytes() + 4 * lane_;
   }
 
   uint8_t* half(int64_t group, int64_t offset) const { return chunk(group) + offset + 2 * lane_; }
@@ -87,25 +84,40 @@ void write_scales(const RowCodes& row, int64_t groups, const Lane& lane) {
   }
 }
 
+// The codes of one group, moved to another zero, as quads of bytes.
+void write_group(const uint8_t* code, int zero_shift, int bits, uint8_t* line) {
+  const uint32_t shift = 0x01010101u * static_cast<uint32_t>(zero_shift);  // sums stay below 256: bytes don't carry
+  uint32_t quads[kQuads];
+  std::memcpy(quads, code, sizeof quads);
+  const int step = bits == 4 ? 2 : 1;
+  for (int quad = 0; quad < kQuads; quad += step, line += kLine) {
+    const uint32_t low = quads[quad] + shift;
+    const uint32_t word = bits == 4 ? low | (quads[quad + 1] + shift) << 4 : low;
+    std::memcpy(line, &word, sizeof word);
+  }
+}
+
 void write_codes(const RowCodes& row, int64_t in, const Lane& lane) {
   const int64_t groups = (in + kGroup - 1) / kGroup;
-  const int shift_zero = zero_of(lane.layout()) - row.zero;
   write_scales(row, groups, lane);
-  for (int64_t i = 0; i < groups * kGroup; ++i) {
-    int shift;
-    uint8_t* byte = lane.code(i, shift);
-    *byte = static_cast<uint8_t>(*byte | (row.code[i] + shift_zero) << shift);
+  for (int64_t g = 0; g < groups; ++g) {
+    write_group(row.code.data() + g * kGroup, zero_of(lane.layout()) - row.zero, shape(lane.layout()).bits, lane.codes(g));
   }
 }
 
 void write_floats(const float* x, int64_t in, Layout layout, int64_t lane, uint8_t* tile) {
+  auto* floats = reinterpret_cast<float*>(tile) + lane;
   auto* words = reinterpret_cast<uint16_t*>(tile);
-  for (int64_t i = 0; i < in; ++i) {
-    if (layout == Layout::float32) reinterpret_cast<float*>(tile)[i * kTile + lane] = x[i];
-    else if (layout == Layout::bfloat16) words[(i / 2 * kTile + lane) * 2 + i % 2] = to_bfloat16(x[i]);
-    else words[i * kTile + lane] = to_float16(x[i]);
-    if (layout == Layout::float16 && std::isinf(from_float16(words[i * kTile + lane])) && !std::isinf(x[i])) {
-      throw std::invalid_argument("a weight is too large for float16 (largest 65504); bfloat16 or float32 hold it");
+  if (layout == Layout::float32) {
+    for (int64_t i = 0; i < in; ++i) floats[i * kTile] = x[i];
+  } else if (layout == Layout::bfloat16) {
+    for (int64_t i = 0; i < in; ++i) words[(i / 2 * kTile + lane) * 2 + i % 2] = to_bfloat16(x[i]);
+  } else {
+    for (int64_t i = 0; i < in; ++i) {
+      words[i * kTile + lane] = to_float16(x[i]);
+      if (std::isinf(from_float16(words[i * kTile + lane])) && !std::isinf(x[i])) {
+        throw std::invalid_argument("a weight is too large for float16 (largest 65504); bfloat16 or float32 hold it");
+      }
     }
   }
 }
@@ -131,7 +143,9 @@ Scales read_scales(const Lane& lane, int64_t group) {
   }
   const float d = read_half(lane.half(group, 0));
   if (lane.layout() == Layout::q8_k6) {
-    return {{d * static_cast<float>(static_cast<int8_t>(*lane.sub_scale(group))), d * static_cast<float>(static_cast<int8_t>(*lane.sub_min(group)))}, 0.0f};
+    const auto first = static_cast<int8_t>(*lane.sub_scale(group));
+    const auto second = static_cast<int8_t>(*lane.sub_min(group));
+    return {{d * static_cast<float>(first), d * static_cast<float>(second)}, 0.0f};
   }
   const float scale = d * static_cast<float>(*lane.sub_scale(group));
   return {{scale, scale}, -(read_half(lane.half(group, 32)) * static_cast<float>(*lane.sub_min(group)))};
@@ -139,13 +153,18 @@ Scales read_scales(const Lane& lane, int64_t group) {
 
 void read_codes(const Lane& lane, int64_t in, float* out) {
   const int zero = zero_of(lane.layout());
-  const int mask = shape(lane.layout()).bits == 4 ? 15 : 255;
+  const bool four = shape(lane.layout()).bits == 4;
   Scales scales{};
+  const uint8_t* codes = nullptr;
   for (int64_t i = 0; i < in; ++i) {
-    if (i % kGroup == 0) scales = read_scales(lane, i / kGroup);
-    int shift;
-    const uint8_t* byte = lane.code(i, shift);
-    const float product = scales.scale[i % kGroup / 16] * static_cast<float>((*byte >> shift & mask) - zero);
+    const int64_t place = i % kGroup;
+    if (place == 0) {
+      scales = read_scales(lane, i / kGroup);
+      codes = lane.codes(i / kGroup);
+    }
+    const int byte = codes[(four ? place / 8 : place / 4) * kLine + place % 4];
+    const int code = four ? byte >> (place / 4 % 2 * 4) & 15 : byte;
+    const float product = scales.scale[place / 16] * static_cast<float>(code - zero);
     out[i] = is_symmetric(lane.layout()) ? product : product + scales.min;
   }
 }
@@ -157,7 +176,8 @@ struct RowPacker {
   RowCodes codes;
   std::vector<float> floats;
 
-  RowPacker(const MatrixView& view, const Source& from) : matrix(view), source(from), codes(view.in), floats(static_cast<size_t>(view.in)) {}
+  RowPacker(const MatrixView& view, const Source& from)
+      : matrix(view), source(from), codes(view.in), floats(static_cast<size_t>(view.in)) {}
 
   void pack(int64_t row, uint8_t* tile) {
     const uint8_t* data = source.data + row * source.row_bytes;
@@ -198,7 +218,9 @@ bool is_lossless(Format format, Storage storage) {
 void pack_tiles(PackedMatrix& matrix, const Source& source, int64_t tile_begin, int64_t tile_end) {
   const MatrixView view = matrix.view();
   const bool rounds = view.layout == Layout::q8_s || view.layout == Layout::q4_s || !needs_quantised(view.layout);
-  if (!rounds && !holds_blocks(view.layout, source.storage)) throw std::invalid_argument("this layout holds its own block format only");
+  if (!rounds && !holds_blocks(view.layout, source.storage)) {
+    throw std::invalid_argument("this layout holds its own block format only");
+  }
   if (source.row_bytes < storage_row_bytes(source.storage, view.in) || storage_row_bytes(source.storage, view.in) == 0) {
     throw std::invalid_argument("a source row is shorter than its matrix, or not a whole number of blocks");
   }
