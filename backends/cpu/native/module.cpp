@@ -135,7 +135,8 @@ void bind_kv(nb::module_& m) {
       .def("__init__", [](KvLayer* self, int64_t group, int64_t offset, const std::string& type, int64_t page_size, int64_t kv_heads, int64_t head_dim) {
         new (self) KvLayer{group, offset, {named<KvType>(kKvTypes, type), page_size, kv_heads, head_dim}};
       }, "group"_a, "offset"_a, "type"_a, "page_size"_a, "kv_heads"_a, "head_dim"_a)
-      .def_prop_ro("nbytes", [](const KvLayer& layer) { return layer.layout.bytes(); }, "Bytes of one page's part of this layer.");
+      .def_prop_ro("nbytes", [](const KvLayer& layer) { return layer.layout.bytes(); }, "Bytes of one page's part of this layer.")
+      .def_prop_ro("value_dim", [](const KvLayer& layer) { return layer.layout.value_dim(); }, "Numbers of a stored value, padding included.");
   nb::class_<KvPool>(m, "KvPool")
       .def(nb::init<int64_t, int64_t, int64_t>(), "pages"_a, "page_bytes"_a, "page_size"_a)
       .def("export_kv", &export_kv, "runtime"_a, "layer"_a, "ids"_a)
@@ -165,6 +166,10 @@ NB_MODULE(_native, m) {
   });
   nb::module_ linear_module = m.def_submodule("linear");
   linear::bind_linear(linear_module);
+  linear_module.def("needs_quantised", [](const linear::PackedMatrix& matrix) { return linear::needs_quantised(matrix.view().layout); });
+  linear_module.def("record_numbers", [](int64_t in) { return linear::QuantisedRows::row_bytes(in) / static_cast<int64_t>(sizeof(float)); },
+                    "Numbers of 4 bytes that a quantised row of `in` takes.");
+  m.attr("SPAN") = kSpan;
   nb::class_<Runtime>(m, "Runtime")
       .def(nb::new_(&make_runtime), "threads"_a, "tier"_a)
       .def_prop_ro("threads", [](const Runtime& runtime) { return runtime.pool->threads(); })

@@ -221,7 +221,7 @@ void bind_row_ops(nb::class_<BoundTape>& tape) {
     self.add(std::make_unique<Norm>(norm, x, other, sum, y, rows, n), other.present() ? "add+norm" : "norm", barrier);
   }, "norm"_a, "x"_a, "other"_a, "sum"_a, "y"_a, "rows"_a, "n"_a, "barrier"_a);
   tape.def("embedding", [](BoundTape& self, Ref ids, const linear::PackedMatrix& table, float factor, Ref y, Extent rows, bool barrier) {
-    if (ids.space == Space::input) self.vocab = table.view().out;
+    if (ids.space == Space::input && (self.vocab == 0 || table.view().out < self.vocab)) self.vocab = table.view().out;
     self.add(std::make_unique<Embedding>(ids, table.view(), factor, y, rows), "embedding", barrier);
   }, "ids"_a, "table"_a, "factor"_a, "y"_a, "rows"_a, "barrier"_a);
   tape.def("rope_table", [](BoundTape& self, Ref positions, Ref inv_freq, int64_t half, float scale, Ref y, Extent tokens, bool barrier) {

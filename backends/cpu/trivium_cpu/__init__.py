@@ -1,0 +1,1 @@
+"""The CPU backend: a native tape of operations over packed weights and paged keys and values (see plugin.py)."""
