@@ -52,13 +52,38 @@ def make_prompts(lengths: tuple[int, ...], vocab: int = 320) -> list[list[int]]:
     return [[(i * i * 7 + i * 31 + n) % vocab for i in range(n)] for n in lengths]
 
 
+def random_case(family: str, seed: int) -> dict[str, Any]:
+    """Sizes drawn at random within what transformers accepts."""
+    rng = np.random.default_rng([seed, *family.encode()])
+    kv_heads, group = int(rng.integers(1, 4)), int(rng.integers(1, 5))
+    heads, head_dim = kv_heads * group, 2 * int(rng.integers(2, 17))
+    sizes: dict[str, Any] = {
+        "num_attention_heads": heads, "num_key_value_heads": kv_heads, "vocab_size": int(rng.integers(70, 200)),
+        "num_hidden_layers": int(rng.integers(1, 6)), "intermediate_size": int(rng.integers(5, 80)),
+        "tie_word_embeddings": bool(rng.integers(2)), "rms_norm_eps": float(10.0 ** -rng.integers(4, 8)),
+        "rope_theta": float(rng.integers(100, 100000)), "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2,
+    }  # fmt: skip
+    if family == "phi3":
+        return {**sizes, "hidden_size": heads * head_dim, "sliding_window": int(rng.integers(2, 50))}
+    sizes |= {"head_dim": head_dim, "hidden_size": heads * int(rng.integers(3, 17))}
+    if family in ("mistral", "gemma2", "gemma3"):
+        sizes["sliding_window"] = int(rng.integers(2, 50))
+    if family in ("llama", "qwen3", "gemma2", "gemma3"):
+        sizes["attention_bias"] = bool(rng.integers(2))
+    return sizes
+
+
 def oracle_model(name: str, folder: Path) -> Any:
-    """transformers' model of the seeded checkpoint in `folder`, which must hold exactly the tensors that it expects."""
+    """transformers' model of the case, whose seeded checkpoint is written to `folder`."""
+    family, overrides = CASES[name]
+    return load_oracle(make_checkpoint(folder, family, seed=len(name), tokenizer=False, **overrides))
+
+
+def load_oracle(folder: Path) -> Any:
+    """transformers' model of a checkpoint, which must hold exactly the tensors that it expects."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     torch.set_num_threads(1)
-    family, overrides = CASES[name]
-    make_checkpoint(folder, family, seed=len(name), tokenizer=False, **overrides)
     model, report = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
     )
