@@ -7,14 +7,16 @@ import json
 
 import numpy as np
 import pytest
+from fake_plugins import install
 from fused_patterns import PATTERNS
 
-from trivium.conformance import AREAS, Report, Row, collect_checks, run_conformance
+from trivium.conformance import AREAS, Mismatch, Report, Row, collect_checks, run_conformance
 from trivium.conformance.lab import Lab
+from trivium.conformance.rules import judge_core
 from trivium.errors import BackendNotFoundError, BackendUnavailableError, InvalidRequestError
 from trivium.ops import OPERATORS, Case, Pattern, Sampled
 from trivium.ops.patterns import run_pattern
-from trivium.plugin import EagerExecutable, Kernel, Pages, WeightFormat, resolve
+from trivium.plugin import EagerExecutable, Kernel, Pages, Step, WeightFormat, resolve
 from trivium.plugin.reference import ReferenceBackend, ReferenceSession
 
 
@@ -178,7 +180,7 @@ def test_a_sampler_with_other_ids_or_without_logprobs_is_found():
         right = OPERATORS["sample"](logits, inputs, vocab_size=vocab_size)
         return right._replace(ids=np.where(inputs.temperature > 0, (right.ids + 1) % vocab_size, right.ids).astype(np.int32))
 
-    bad = failed(judge(Backend([kernel("sample", other)]), "sampler"))
+    bad = failed(judge(Backend([kernel("sample", other)]), "sampler", only="vector"))
     assert 8 <= len(bad) < 16  # greedy vectors are still right
     silent = lambda logits, inputs, vocab_size: Sampled(OPERATORS["sample"](logits, inputs, vocab_size=vocab_size).ids)
     assert failed(judge(Backend([kernel("sample", silent)]), "sampler")) == {"vector 7", "vector 15"}
@@ -205,6 +207,59 @@ def test_what_this_machine_lacks_is_unavailable_not_failed(monkeypatch):
     report = run_conformance("test", {"isa": "avx10"})
     assert report.rows == (Row("device", "test", "unavailable", "this CPU has no such instructions"),)
     assert report.ok and report.to_json()["failed"] == 0
+
+
+class Lazy(EagerExecutable):
+    """Starts the step when it is asked for the result, from arrays that are no longer its own."""
+
+    def run(self, batch):
+        outer, start = self, super().run
+
+        class Late(Step):
+            def tokens(self):
+                outer.step = start(batch)
+                return outer.step.tokens()
+
+            def output(self, name):
+                return outer.step.output(name)
+
+        return Late()
+
+
+def test_an_executable_that_keeps_the_batch_is_found():
+    class Keeping(Session):
+        def compile(self, program, weights):
+            return Lazy(self, program, weights, self._kernels, self._spec, backend="test")
+
+    assert {"add", "linear", "paged_attention"} <= failed(judge(Backend(session=Keeping), "operators"))
+
+
+def test_rules_beyond_numbers():
+    rows = judge(Backend(page_sizes=()), "rules", only="capabilities")
+    assert failed(rows) == {"capabilities"} and "page_sizes" in rows["rules", "capabilities"].detail
+    assert failed(judge(Backend(unsupported={"float32": "too precise"}), "rules", only="capabilities")) == {"capabilities"}
+    assert failed(judge(Backend(), "rules", only="unknown option")) == {"unknown option"}  # it takes any
+
+
+def test_a_plugin_that_patches_the_core_is_found(tmp_path, monkeypatch):
+    source = """
+import trivium.sched
+from trivium.plugin.reference import ReferenceBackend
+from trivium.plugin import hookimpl
+class Patching(ReferenceBackend):
+    name = "patching"
+    def probe(self):
+        trivium.sched.Scheduler.plan = lambda self: None
+        return super().probe()
+@hookimpl
+def trivium_backend():
+    return Patching()
+"""
+    install(tmp_path, "patching", source)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(Mismatch, match=r"trivium\.sched\.scheduler\.Scheduler\.plan"):
+        judge_core("patching")
+    assert judge_core("reference").status == "passed"
 
 
 def test_misspelt_words_are_refused():

@@ -17,6 +17,8 @@ from trivium.weights.formats import FORMATS, make_weight, stored_bytes
 
 SHAPES = ((48, 512), (33, 256))
 """(out, in) of the matrices that are loaded."""
+ROWS = (1, 5, 33)
+"""Tokens that they are used with."""
 PLAIN = ("float32", "float16", "bfloat16")
 ACTIVATION_BUDGET = 0.02
 """Relative error that a projection with weights below 16 bits may add, for it may round its input to 8 bits a number."""
@@ -52,7 +54,7 @@ def judge_format(lab: Lab, resident: WeightFormat, storage: str) -> Verdict:
         if exact and not np.array_equal(got, want.reshape(-1)):
             expect_relative(what, got, want.reshape(-1), 0.0)
         errors.append(expect_relative(what, got, want.reshape(-1), 0.0 if exact else resident.error_budget))
-    used = [_judge_use(lab, random_weight(rng, shape, storage), resident, rows) for shape in SHAPES for rows in (1, 5)]
+    used = [_judge_use(lab, random_weight(rng, shape, storage), resident, rows) for shape in SHAPES for rows in ROWS]
     held = "exact" if exact else f"error {max(errors):.2g} of {resident.error_budget:g}"
     return Verdict(f"{held}; projections within {max(used):.2g}")
 

@@ -14,7 +14,7 @@ from trivium.conformance.examples import Example, State, make_example
 from trivium.conformance.formats import ACTIVATION_BUDGET, PLAIN, random_weight
 from trivium.conformance.lab import Lab
 from trivium.conformance.numbers import expect_relative
-from trivium.conformance.operators import SEED, judge_case, kv_dtypes, verdict
+from trivium.conformance.operators import SEED, judge_cases, verdict
 from trivium.conformance.report import Check, Mismatch, Verdict
 from trivium.conformance.zoo import programs
 from trivium.ops import Call, Case, LatentKV, PagedKV, PagedState, Pattern, Program, Recurrent, StateSpec, Value, rewrite
@@ -44,13 +44,7 @@ def judge_pattern(lab: Lab, pattern: Pattern) -> Verdict:
     found = list(pattern.cases(rng)) if pattern.cases is not None else list(harvest(lab, pattern, rng))
     if not found:
         raise Mismatch("no example: no tiny model contains the pattern in a form that its kernel takes; give the Pattern `cases`")
-    choices = [
-        judge_case(lab, pattern, case, dtype, kv_dtype, f"case {number}")
-        for dtype in lab.dtypes
-        for number, case in enumerate(found)
-        for kv_dtype in kv_dtypes(lab, case)
-    ]
-    judged = verdict(lab, choices)
+    judged = verdict(judge_cases(lab, pattern, found))
     if judged.status == "fallback":
         raise Mismatch(f"no kernel takes any of the examples: {judged.detail}")
     formats = [f.name for f in lab.capabilities.weight_formats if f.name != "float32" and judge_format(lab, pattern, found, f)]

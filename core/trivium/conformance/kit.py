@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
-from trivium.conformance import formats, fusions, models, operators, pages, sampler
+from trivium.conformance import formats, fusions, models, operators, pages, rules, sampler
 from trivium.conformance.lab import Lab
 from trivium.conformance.report import Check, Report, Row
 from trivium.errors import BackendUnavailableError, InvalidRequestError
 from trivium.plugin import resolve
 
 AREAS: Mapping[str, Callable[[Lab], Iterator[Check]]] = {
+    "rules": rules.checks,
     "operators": operators.checks,
     "fusions": fusions.checks,
     "formats": formats.checks,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import itertools
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -51,6 +52,11 @@ class Lab:
         """A small page size, so that short examples cross pages."""
         return min((size for size in self.capabilities.page_sizes if size >= 4), default=max(self.capabilities.page_sizes))
 
+    @property
+    def page_sizes(self) -> tuple[int, ...]:
+        """Page sizes that attention is tried with: a small one and the one that the backend likes best."""
+        return tuple(dict.fromkeys((self.page_size, self.capabilities.page_sizes[0])))
+
     @contextlib.contextmanager
     def session(self, *, dtype: str | None = None, tokens: int = 64, seqs: int = 16, length: int = 256) -> Iterator[Session]:
         """An open session; host fallbacks are reported in rows, not as warnings."""
@@ -64,7 +70,7 @@ class Lab:
                 session.close()
 
     def run(
-        self, example: Example, program: Program, *, dtype: str, kv_dtype: str | None = None,
+        self, example: Example, program: Program, *, dtype: str, kv_dtype: str | None = None, page_size: int | None = None,
         weights: Mapping[str, tuple[Weight, str]] | None = None, sampling: SampleInputs | None = None,
     ) -> Outcome:  # fmt: skip
         """Runs `program` (the Example's, fused or not) on the backend and the Example's by the references.
@@ -73,15 +79,16 @@ class Lab:
         the numbers that the backend holds. Likewise the reference starts from the pages as the backend holds them.
         """
         inputs = example.inputs
-        length = int(inputs["context_lens"].max()) + self.page_size
+        length = int(inputs["context_lens"].max()) + (page_size or self.page_size)
         with self.session(dtype=dtype, tokens=len(inputs["token_ids"]), seqs=len(inputs["context_lens"]), length=length) as session:
             loaded, numbers = _load(session, example, weights or {})
-            spec = _spec(program, self.page_size, kv_dtype or self.capabilities.kv_dtypes[0])
+            spec = _spec(program, page_size or self.page_size, kv_dtype or self.capabilities.kv_dtypes[0])
             ids = _fill(session, spec, example.states)
             before = _exported(session, spec, ids, example.states)
             executable = session.compile(program, loaded)
             batch = make_batch(example, ids, sampling)
             step = executable.run(batch)
+            _spoil(batch)
             sampled = step.tokens()
             outputs = {name: np.asarray(step.output(name)) for name in program.outputs}
             after = _exported(session, spec, ids, example.states)
@@ -152,6 +159,15 @@ def _read(session: Session, spec: KVSpec, g: int, ids: Sequence[int], state: Sta
     return state
 
 
+def _spoil(batch: Batch) -> None:
+    """Overwrites the step's arrays: run() has returned, so nobody may read them any more."""
+    for owner in (batch, batch.sampling):
+        for f in dataclasses.fields(owner):
+            array = getattr(owner, f.name)
+            if isinstance(array, np.ndarray):
+                array.fill(0)
+
+
 def make_batch(example: Example, ids: Sequence[Sequence[int]], sampling: SampleInputs | None = None) -> Batch:
     """The step; page numbers of each state count from its first page in the pool."""
     inputs, seqs = example.inputs, len(example.inputs["context_lens"])
@@ -166,6 +182,6 @@ def make_batch(example: Example, ids: Sequence[Sequence[int]], sampling: SampleI
             tables[g, :, : table.shape[1]] = np.where(table < 0, -1, table + own[0])
             slots[g] = np.where(state.slots < 0, -1, state.slots + own[0] * state.k.shape[1])
     return Batch(
-        **{name: np.ascontiguousarray(inputs[name], np.int32) for name in inputs}, block_tables=tables, slot_mapping=slots,
-        sampling=sampling or plain_inputs(len(inputs["sample_rows"])),
+        **{name: np.array(inputs[name], np.int32) for name in inputs}, block_tables=tables, slot_mapping=slots,
+        sampling=copy.deepcopy(sampling) if sampling else plain_inputs(len(inputs["sample_rows"])),
     )  # fmt: skip

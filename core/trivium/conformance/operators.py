@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -29,33 +30,48 @@ def judge_operator(lab: Lab, op: Operator) -> Verdict:
     """All the operator's cases in all dtypes of the backend, and in all its KV dtypes where the operator has a paged state."""
     if op.name in COLLECTIVES and not lab.capabilities.collectives:
         return Verdict(lab.capabilities.unsupported.get("collectives", "the backend has no collectives"), "skipped")
-    choices = [
-        judge_case(lab, op, case, dtype, kv_dtype, f"case {number}")
+    return verdict(judge_cases(lab, op, list(op.cases(np.random.default_rng(SEED)))))
+
+
+def judge_cases(lab: Lab, op: Operator | Pattern, cases: Sequence[Case]) -> list[Choice]:
+    """All cases in all dtypes; those with a paged state in all KV dtypes and some page sizes too."""
+    return [
+        judge_case(lab, op, case, setting, f"case {number}")
         for dtype in lab.dtypes
-        for number, case in enumerate(op.cases(np.random.default_rng(SEED)))
-        for kv_dtype in kv_dtypes(lab, case)
+        for number, case in enumerate(cases)
+        for setting in settings(lab, case, dtype)
     ]
-    return verdict(lab, choices)
 
 
-def kv_dtypes(lab: Lab, case: Case) -> Sequence[str]:
-    """The KV dtypes to try a case in."""
+class Setting(NamedTuple):
+    """How a case is run."""
+
+    dtype: str
+    kv_dtype: str
+    page_size: int
+
+
+def settings(lab: Lab, case: Case, dtype: str) -> Iterator[Setting]:
+    """The KV dtypes and page sizes to try a case with."""
     paged = any(isinstance(a, PagedState) for a in case.args)
-    return lab.capabilities.kv_dtypes if paged else lab.capabilities.kv_dtypes[:1]
+    for kv_dtype in lab.capabilities.kv_dtypes if paged else lab.capabilities.kv_dtypes[:1]:
+        for page_size in lab.page_sizes if paged else (lab.page_size,):
+            yield Setting(dtype, kv_dtype, page_size)
 
 
-def judge_case(lab: Lab, op: Operator | Pattern, case: Case, dtype: str, kv_dtype: str, what: str) -> Choice:
+def judge_case(lab: Lab, op: Operator | Pattern, case: Case, setting: Setting, what: str) -> Choice:
     """Runs one case and compares results and states; returns the kernel that ran it, or raises Mismatch."""
-    example = make_example(op, case, dtype=dtype, page_size=lab.page_size)
+    example = make_example(op, case, dtype=setting.dtype, page_size=setting.page_size)
     program = example.fused(op) if isinstance(op, Pattern) else example.program
     choice = chosen(lab, program, example, op)
-    where = f"{what} in {dtype}" if len(kv_dtypes(lab, case)) == 1 else f"{what} in {dtype}, KV in {kv_dtype}"
+    dtypes = {setting.dtype, setting.kv_dtype} if program.states else {setting.dtype}
+    pages = f", KV in {setting.kv_dtype} on pages of {setting.page_size}" if program.states else ""
+    where = f"{what} in {setting.dtype}{pages} {shapes(case)}:"
     try:
-        outcome = lab.run(example, program, dtype=dtype, kv_dtype=kv_dtype)
+        outcome = lab.run(example, program, **setting._asdict())
     except Exception as e:
-        raise Mismatch(f"{where} {shapes(case)}: {type(e).__name__}: {e}") from e
-    paged = any(isinstance(a, PagedState) for a in case.args)
-    compare(f"{where} {shapes(case)}:", outcome, tolerance(op, (dtype, kv_dtype) if paged else (dtype,)))
+        raise Mismatch(f"{where} {type(e).__name__}: {e}") from e
+    compare(where, outcome, tolerance(op, dtypes))
     return choice
 
 
@@ -84,7 +100,7 @@ def compare(what: str, outcome: Outcome, allowed: Tolerance) -> None:
                 expect_close(f"{what} state {part}", getattr(got, part), getattr(right, part), allowed)
 
 
-def verdict(lab: Lab, choices: Sequence[Choice]) -> Verdict:
+def verdict(choices: Sequence[Choice]) -> Verdict:
     """Passed if a kernel ran at least one of the cases, fallback if the host ran all of them."""
     kernels = Counter(kernel_name(c.kernel) for c in choices if c.kernel is not None)
     reasons = {reason for c in choices if c.kernel is None for _, reason in c.refused}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
@@ -13,7 +14,9 @@ from trivium.conformance.numbers import expect_close
 from trivium.conformance.operators import SEED
 from trivium.conformance.report import Check, Mismatch, Verdict
 from trivium.ops import OPERATORS, Case, Sampled
+from trivium.ops.sample import plain_inputs
 
+LARGE = 50000
 SAMPLE = OPERATORS["sample"]
 
 
@@ -21,6 +24,22 @@ def checks(lab: Lab) -> Iterator[Check]:
     """One check for each of the operator's cases."""
     for number, case in enumerate(SAMPLE.cases(np.random.default_rng(SEED))):
         yield Check("sampler", f"vector {number}", lambda case=case: judge_case(lab, case))  # type: ignore[misc]
+    for name, case in large_cases():
+        yield Check("sampler", name, lambda case=case: judge_case(lab, case))  # type: ignore[misc]
+
+
+def large_cases() -> Iterator[tuple[str, Case]]:
+    """A vocabulary of a real model's size, flat and peaked logits."""
+    rng = np.random.default_rng(SEED)
+    filters: dict[str, dict[str, Any]] = {
+        "no filter": {}, "top_k 50": {"top_k": 50}, "top_p 0.95": {"top_p": 0.95}, "min_p 0.02": {"min_p": 0.02},
+        "all filters": {"top_k": 1000, "top_p": 0.9, "min_p": 0.001}, "greedy": {"temperature": 0.0},
+    }  # fmt: skip
+    for name, chosen in filters.items():
+        spread = np.array([[0.5], [2], [5], [1]], np.float32)
+        logits = rng.standard_normal((4, LARGE), dtype=np.float32) * spread
+        draw = {"temperature": 0.9, "seed": rng.integers(0, 2**64, 4, np.uint64), "position": rng.integers(0, 2**20, 4)}
+        yield f"{LARGE} ids, {name}", Case((logits, plain_inputs(4, **{**draw, **chosen})), {"vocab_size": LARGE - 3})
 
 
 def judge_case(lab: Lab, case: Case) -> Verdict:

@@ -85,6 +85,9 @@ def _attention_cases(rng: Rng) -> Iterator[Case]:
     yield _attention_case(rng, STEPS[3], 4, 2, 16, causal=False)
     yield _attention_case(rng, STEPS[3], 4, 2, 16, sinks=True)
     yield _attention_case(rng, STEPS[4], 4, 1, 64, sinks=True, window=5)
+    long = sequences([1, 40], [300, 130])
+    yield _attention_case(rng, long, 4, 2, 128)
+    yield _attention_case(rng, long, 2, 2, 64, window=100, page_size=16)
 
 
 def _attention_case(

@@ -30,6 +30,7 @@ def _linear_cases(rng: Rng) -> Iterator[Case]:
     for rows, n_in, n_out in zip(ROWS, (16, 32, 7, 64, 129), (8, 33, 5, 96, 31)):
         yield Case((normal(rng, rows, n_in), normal(rng, n_out, n_in), None))
         yield Case((normal(rng, rows, n_in), normal(rng, n_out, n_in), normal(rng, n_out)))
+    yield Case((normal(rng, 75, 160), normal(rng, 70, 160), normal(rng, 70)))
 
 
 @operator("x[..., in], weight[out, in]:weight, bias[out]:weight? -> y[..., out]", cases=_linear_cases, tolerances=tolerances(4))

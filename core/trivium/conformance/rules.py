@@ -1,0 +1,92 @@
+"""What the contract demands beyond numbers: capabilities that make sense, options, probing, and the core left as it was."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+
+from trivium.conformance.lab import Lab
+from trivium.conformance.report import Check, Mismatch, Verdict
+from trivium.errors import InvalidRequestError
+from trivium.plugin import HostFallbackWarning, Probe
+
+_UNTOUCHED = """
+import importlib, pkgutil, sys
+import trivium
+for module in pkgutil.walk_packages(trivium.__path__, "trivium."):
+    if not module.name.endswith(("__main__", "pytest_plugin", "matrix")):
+        importlib.import_module(module.name)
+def snapshot():
+    found = {}
+    for name, module in list(sys.modules.items()):
+        if name == "trivium" or name.startswith("trivium."):
+            for key, value in vars(module).items():
+                found[name, key] = value
+                if isinstance(value, type) and value.__module__ == name:
+                    found.update({(name, key, k): v for k, v in vars(value).items() if callable(v)})
+    return found
+before = snapshot()
+from trivium.plugin import resolve
+backend, device = resolve(sys.argv[1])
+backend.capabilities(device), backend.kernels(device)
+backend.open(device, {}).close()
+after = snapshot()
+print(" ".join(".".join(key) for key, value in before.items() if after.get(key) is not value))
+"""
+
+
+def checks(lab: Lab) -> Iterator[Check]:
+    """One check a rule."""
+    yield Check("rules", "capabilities", lambda: judge_capabilities(lab))
+    yield Check("rules", "probe", lambda: judge_probe(lab))
+    yield Check("rules", "unknown option", lambda: judge_option(lab))
+    yield Check("rules", "the core is not patched", lambda: judge_core(lab.backend.name))
+
+
+def judge_capabilities(lab: Lab) -> Verdict:
+    """Every list has an entry, float32 is a weight format, and no activation dtype is both possible and not."""
+    can = lab.capabilities
+    formats = [f.name for f in can.weight_formats]
+    for name, values in (("dtypes", can.dtypes), ("kv_dtypes", can.kv_dtypes), ("page_sizes", can.page_sizes)):
+        if not values or len(set(values)) != len(values):
+            raise Mismatch(f"{name} is {values}: it must list something, each once")
+    if "float32" not in formats or len(set(formats)) != len(formats):
+        raise Mismatch(f"weight_formats are {formats}: float32 must be among them, each name once")
+    both = set(can.unsupported) & set(can.dtypes)
+    if both:
+        raise Mismatch(f"{', '.join(sorted(both))} is both possible and unsupported")
+    return Verdict(f"activations {', '.join(can.dtypes)}; KV {', '.join(can.kv_dtypes)}")
+
+
+def judge_probe(lab: Lab) -> Verdict:
+    """Twice the same devices."""
+    first, second = lab.backend.probe(), lab.backend.probe()
+    if not isinstance(first, Probe) or [d[:2] for d in first.devices] != [d[:2] for d in second.devices]:
+        raise Mismatch(f"two probes differ: {first}, {second}")
+    return Verdict(", ".join(f"{d.index}: {d.name}" for d in first.devices))
+
+
+def judge_option(lab: Lab) -> Verdict:
+    """An option that the backend does not know is refused by its name."""
+    name = "no_such_option"
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", HostFallbackWarning)
+            lab.backend.open(lab.device, {name: 1}).close()
+    except InvalidRequestError as e:
+        if name not in str(e):
+            raise Mismatch(f"the refusal does not name the option: {e}") from e
+        return Verdict(str(e))
+    raise Mismatch(f"the option {name} was accepted")
+
+
+def judge_core(name: str) -> Verdict:
+    """Loading and opening the plugin, in a process of its own, replaces nothing in trivium's modules and classes."""
+    done = subprocess.run([sys.executable, "-c", _UNTOUCHED, name], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise Mismatch(f"could not be loaded in a process of its own: {done.stderr.strip().splitlines()[-1:]}")
+    if done.stdout.strip():
+        raise Mismatch(f"the plugin replaced {done.stdout.strip()}")
+    return Verdict("")
