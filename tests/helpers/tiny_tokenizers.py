@@ -48,7 +48,13 @@ def byte_level_gguf(pre: str = "gpt-2", **changes: Any) -> dict[str, Any]:
     special = {token["content"]: CONTROL if token["special"] else USER_DEFINED for token in content["added_tokens"]}
     tokens = sorted(vocab, key=vocab.__getitem__)
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in content["model"]["merges"]]
-    fields = {"model": "gpt2", "pre": pre, "tokens": tokens, "token_type": [special.get(token, 1) for token in tokens], "merges": merges}
+    fields = {
+        "model": "gpt2",
+        "pre": pre,
+        "tokens": tokens,
+        "token_type": [special.get(token, 1) for token in tokens],
+        "merges": merges,
+    }
     ids = {"bos_token_id": vocab["<|im_start|>"], "eos_token_id": vocab["<|im_end|>"]}
     return gguf_data(**(fields | ids | changes))
 
@@ -58,7 +64,7 @@ def sentencepiece_vocabulary() -> tuple[list[str], list[float], list[int]]:
     """Tokens, scores and types of a hand-made SentencePiece-like vocabulary: control tokens, bytes, merges, characters."""
     pieces = "▁t he in ▁a re on ▁the er ▁s nd ▁w ▁o ing ou is ▁and aa aaa aaaa ▁▁ ▁▁▁ ▁▁▁▁ ab abc bc ca or ▁wor ld ▁world ell ▁H ▁Hell ▁Hello 中文 😀😀"
     characters = dict.fromkeys("▁" + WORDS.replace(" ", "").replace("\n", "") + "ABCDEFGHIJKLMNOPQRSTUVWXYZ")
-    merged = [piece for piece in pieces.split()]
+    merged = pieces.split()
     tokens = ["<pad>", "<eos>", "<bos>", "<unk>"] + [f"<0x{byte:02X}>" for byte in range(256)]
     types = [3, 3, 3, 2] + [6] * 256
     tokens += ["<start_of_turn>", "<end_of_turn>", "<think>"] + merged + list(characters)
@@ -70,7 +76,14 @@ def sentencepiece_vocabulary() -> tuple[list[str], list[float], list[int]]:
 def sentencepiece_gguf(**changes: Any) -> dict[str, Any]:
     """A Gemma-like tokenizer: byte fallback, BOS, no space put before the text unless `add_space_prefix=True` is given."""
     tokens, scores, types = sentencepiece_vocabulary()
-    fields = {"model": "llama", "pre": "default", "tokens": tokens, "scores": scores, "token_type": types, "add_space_prefix": False}
+    fields = {
+        "model": "llama",
+        "pre": "default",
+        "tokens": tokens,
+        "scores": scores,
+        "token_type": types,
+        "add_space_prefix": False,
+    }
     ids = {"bos_token_id": 2, "eos_token_id": 1, "unknown_token_id": 3, "padding_token_id": 0}
     return gguf_data(**(fields | ids | changes))
 

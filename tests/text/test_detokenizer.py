@@ -56,11 +56,20 @@ def test_no_piece_holds_a_broken_character(tokenizer: Tokenizer, text: str) -> N
 @pytest.mark.parametrize("streamed", [False, True])
 def test_o25_special_tokens_are_hidden_or_shown_raw_and_add_no_blank(tokenizer: Tokenizer, streamed: bool) -> None:
     special = sorted(tokenizer.special_ids - {tokenizer.bos_id})[-1]
-    tokens = [tokenizer.bos_id, *tokenizer.encode("he", add_special_tokens=False), special, *tokenizer.encode("or", add_special_tokens=False)]
+    tokens = [
+        tokenizer.bos_id,
+        *tokenizer.encode("he", add_special_tokens=False),
+        special,
+        *tokenizer.encode("or", add_special_tokens=False),
+    ]
     ids = [i for i in tokens if i is not None]
 
     def show(skip: bool) -> str:
-        return "".join(stream(tokenizer, ids, skip_special_tokens=skip)) if streamed else tokenizer.decode(ids, skip_special_tokens=skip)
+        return (
+            "".join(stream(tokenizer, ids, skip_special_tokens=skip))
+            if streamed
+            else tokenizer.decode(ids, skip_special_tokens=skip)
+        )
 
     blank = " " if tokenizer.strips_leading_space else ""  # the tokenizer's own blank before "or", not an added one
     assert show(True) == f"he{blank}or"
@@ -76,7 +85,19 @@ def test_o25_added_tokens_that_are_not_special_stay_visible(tokenizer: Tokenizer
 
 @pytest.mark.faults
 @pytest.mark.parametrize(
-    "text", [" a", "  two", "x\n\n y", "a    b", "a" + " " * 40 + "b", "\t\tif x:\n\t\t\ty", "    def f():\n        pass", "中文 日本語", " " * 9, "\n "]
+    "text",
+    [
+        " a",
+        "  two",
+        "x\n\n y",
+        "a    b",
+        "a" + " " * 40 + "b",
+        "\t\tif x:\n\t\t\ty",
+        "    def f():\n        pass",
+        "中文 日本語",
+        " " * 9,
+        "\n ",
+    ],
 )
 def test_o26_blanks_survive_streaming_at_every_split(tokenizer: Tokenizer, text: str) -> None:
     ids = tokenizer.encode(text, add_special_tokens=False)
@@ -110,7 +131,15 @@ def test_o27_an_answer_cut_inside_a_character_ends_with_one_replacement(tokenize
 @pytest.mark.faults
 def test_o27_broken_bytes_inside_a_text_become_replacements_where_they_are(tokenizer: Tokenizer) -> None:
     singles = {tokenizer.token_bytes(i): i for i in reversed(range(tokenizer.vocab_size)) if i not in tokenizer.special_ids}
-    ids = [singles[b"\xf0"], singles[b"\x9f"], singles[b"h"], singles[b"\x80"], singles[b"\xe4"], singles[b"\xbd"], singles[b"\xa0"]]
+    ids = [
+        singles[b"\xf0"],
+        singles[b"\x9f"],
+        singles[b"h"],
+        singles[b"\x80"],
+        singles[b"\xe4"],
+        singles[b"\xbd"],
+        singles[b"\xa0"],
+    ]
     assert "".join(stream(tokenizer, ids)) == tokenizer.decode(ids) == "\ufffdh\ufffd你"
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_tokenizers import gguf_data, sentencepiece_gguf, sentencepiece_vocabulary
@@ -14,7 +16,7 @@ def brute_force(text: str, scores: dict[str, float]) -> list[str]:
     """Join the two neighbours whose union has the best score, the leftmost of equals, until none has one."""
     symbols = list(text)
     while True:
-        joined = [(-scores[a + b], i) for i, (a, b) in enumerate(zip(symbols, symbols[1:])) if a + b in scores]
+        joined = [(-scores[a + b], i) for i, (a, b) in enumerate(pairwise(symbols)) if a + b in scores]
         if not joined:
             return symbols
         _, i = min(joined)
@@ -42,10 +44,16 @@ def test_random_vocabularies_of_closed_pieces(grown: list[str], text: str, data:
         if any(piece[:i] in pieces and piece[i:] in pieces for i in range(1, len(piece))):
             pieces.append(piece)
     scores = {piece: -float(i) for i, piece in enumerate(pieces)}
-    tokenizer = Tokenizer.from_data(gguf_data(
-        model="llama", tokens=["<unk>", *pieces], scores=[0.0, *scores.values()], token_type=[2] + [1] * len(pieces),
-        unknown_token_id=0, add_space_prefix=False,
-    ))  # fmt: skip
+    tokenizer = Tokenizer.from_data(
+        gguf_data(
+            model="llama",
+            tokens=["<unk>", *pieces],
+            scores=[0.0, *scores.values()],
+            token_type=[2] + [1] * len(pieces),
+            unknown_token_id=0,
+            add_space_prefix=False,
+        )
+    )
     assert [tokenizer.token_text(i) for i in tokenizer.encode(text)] == brute_force(text, scores)
 
 

@@ -35,7 +35,9 @@ def run(pieces: list[str], stops: list[str], include_stop: bool = False) -> tupl
 
 @given(st.text("abc", max_size=40), st.lists(st.text("abc", min_size=1, max_size=5), max_size=4), st.booleans(), st.data())
 @settings(max_examples=500, deadline=None)
-def test_any_pieces_give_the_text_up_to_the_match_that_begins_first(text: str, stops: list[str], include: bool, data: st.DataObject) -> None:
+def test_any_pieces_give_the_text_up_to_the_match_that_begins_first(
+    text: str, stops: list[str], include: bool, data: st.DataObject
+) -> None:
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
     pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)])]
     shown, matched = run(pieces, stops, include)

@@ -112,7 +112,10 @@ def test_configuration_flags_replace_what_tokenizer_json_adds() -> None:
 
 
 def test_tokens_that_only_the_configuration_names_are_added_if_they_have_an_id() -> None:
-    config = {"added_tokens_decoder": {"5": {"content": "<think>", "special": True}}, "additional_special_tokens": ["</think>", "<absent>"]}
+    config = {
+        "added_tokens_decoder": {"5": {"content": "<think>", "special": True}},
+        "additional_special_tokens": ["</think>", "<absent>"],
+    }
     tokenizer = Tokenizer.from_data(byte_level_data(**config))
     texts = {tokenizer.token_text(i) for i in tokenizer.special_ids}
     assert {"<think>", "</think>"} <= texts
@@ -124,7 +127,14 @@ def test_truncation_and_padding_in_tokenizer_json_are_ignored() -> None:
     data = byte_level_data()
     content = json.loads(data["tokenizer_json"])
     content["truncation"] = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
-    content["padding"] = {"strategy": {"Fixed": 50}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0, "pad_type_id": 0, "pad_token": "x"}
+    content["padding"] = {
+        "strategy": {"Fixed": 50},
+        "direction": "Right",
+        "pad_to_multiple_of": None,
+        "pad_id": 0,
+        "pad_type_id": 0,
+        "pad_token": "x",
+    }
     cut = Tokenizer.from_data(data | {"tokenizer_json": json.dumps(content)})
     assert cut.encode("the quick brown fox") == Tokenizer.from_data(data).encode("the quick brown fox")
 
@@ -147,7 +157,9 @@ def test_truncation_and_padding_in_tokenizer_json_are_ignored() -> None:
 )
 def test_metadata_that_cannot_be_true_is_refused(changes: dict[str, object], error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
-        Tokenizer.from_data(gguf_data(**({"model": "llama", "tokens": ["<unk>", "a"], "token_type": [2, 1], "scores": [0.0, 0.0]} | changes)))
+        Tokenizer.from_data(
+            gguf_data(**({"model": "llama", "tokens": ["<unk>", "a"], "token_type": [2, 1], "scores": [0.0, 0.0]} | changes))
+        )
 
 
 def test_an_unknown_pretokenizer_is_refused_with_near_names() -> None:

@@ -22,8 +22,8 @@ from jinja2.utils import Namespace, pass_context
 
 MAX_TEMPLATE = 1_000_000  # characters of source
 MAX_TEXT = 16_000_000  # characters of any text that is made, and elements of any list
-MAX_STEPS = 2_000_000  # loop turns, calls and filters of one rendering
-MAX_SECONDS = 20.0
+MAX_STEPS = 2_000_000  # of one rendering: loop turns and operators one each, calls ten
+MAX_SECONDS = 10.0
 _MAX_WIDTH = 10_000  # for arguments that pad or repeat
 _PADDING = frozenset({"center", "indent", "ljust", "rjust", "zfill", "expandtabs", "wordwrap", "batch", "slice", "truncate"})
 _PRINTING = frozenset({"string", "join", "pprint", "urlencode", "urlize", "xmlattr", "format", "format_map", "replace", "escape"})
@@ -104,13 +104,17 @@ class Environment(ImmutableSandboxedEnvironment):
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         """A call from the template: costs a step; what may make a large text is checked first, its result always."""
         assert isinstance(__context, _Budget)
-        __context.spend(1)
-        owner = getattr(__obj, "__self__", None)
+        __context.spend(10)
+        owner = getattr(getattr(__obj, "__wrapped__", __obj), "__self__", None)  # Jinja wraps str.format
         if isinstance(owner, int) or (isinstance(owner, _TEXT) and __obj.__name__ in ("translate", "maketrans")):
             raise SecurityError(f"a template may not call {__obj.__name__}")
         if isinstance(owner, _TEXT):
             args = _check_arguments(__obj.__name__, (owner, *args), kwargs)[1:]
         return _check_size(super().call(__context, __obj, *args, **kwargs))
+
+    def unsafe_undefined(self, obj: Any, attribute: str) -> Any:
+        """An attribute that a template may not see: refused at once, not only when it is used."""
+        raise SecurityError(f"a template may not read {attribute!r} of a {type(obj).__name__}")
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         """An operator whose result may be large, checked before it is computed."""
@@ -197,7 +201,7 @@ def _printable(value: Any) -> Any:
     todo, size = [value], 0
     while todo:
         item = todo.pop()
-        size += 1 + (len(item) if isinstance(item, _TEXT) else 0)
+        size += len(item) if isinstance(item, _TEXT) else 32
         _check_length(size)
         if isinstance(item, (list, tuple)):
             todo.extend(item)
