@@ -201,6 +201,7 @@ def test_value_that_cannot_be_true_is_refused_by_name(family: str, override: dic
     ("family", "override", "key"),
     [
         ("llama", {"hidden_act": "maxout"}, "hidden_act"),
+        ("llama", {"hidden_act": ["silu"]}, "hidden_act"),
         ("gemma3", {"layer_types": ["chunked_attention"] * 4}, "layer_types"),
         ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from numbers import Integral, Real
@@ -13,10 +14,8 @@ from trivium.errors import CheckpointError, UnsupportedError
 RawConfig = Mapping[str, Any]
 MAX_LAYERS = 4096
 _INT32_MAX = 2**31 - 1
-_ACTIVATIONS = {
-    "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh",
-    "relu": "relu", "relu2": "relu2", "quick_gelu": "quick_gelu",
-}  # fmt: skip
+_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "quick_gelu")
+_ACTIVATION_ALIASES = {"swish": "silu", "gelu_new": "gelu_tanh"}
 
 
 def flatten(config: RawConfig, defaults: RawConfig) -> RawConfig:
@@ -28,7 +27,7 @@ def table(config: RawConfig, key: str) -> RawConfig:
     """A nested object, empty if it is missing; CheckpointError names the key if it is anything else."""
     value = config.get(key)
     if value is not None and not isinstance(value, Mapping):
-        raise CheckpointError(f"the configuration's {key!r} must be an object, not {value!r}", param=key)
+        raise _refuse(key, "an object", value)
     return value or {}
 
 
@@ -39,11 +38,15 @@ def _lookup(config: RawConfig, key: str, default: Any) -> Any:
     return value
 
 
+def _refuse(key: str, wanted: str, value: Any) -> CheckpointError:
+    return CheckpointError(f"the configuration's {key!r} must be {wanted}, not {value!r}", param=key)
+
+
 def count(config: RawConfig, key: str, default: int | None = None, *, limit: int = _INT32_MAX) -> int:
     """A whole number from 1 to `limit`; CheckpointError names the key if it is missing or anything else."""
     value = _lookup(config, key, default)
     if isinstance(value, bool) or not isinstance(value, Integral) or not 1 <= int(value) <= limit:
-        raise CheckpointError(f"the configuration's {key!r} must be a whole number from 1 to {limit}, not {value!r}", param=key)
+        raise _refuse(key, f"a whole number from 1 to {limit}", value)
     return int(value)
 
 
@@ -51,7 +54,7 @@ def number(config: RawConfig, key: str, default: float | None = None) -> float:
     """A finite number above zero; CheckpointError names the key if it is missing or anything else."""
     value = _lookup(config, key, default)
     if isinstance(value, bool) or not isinstance(value, Real) or not 0 < float(value) < math.inf:
-        raise CheckpointError(f"the configuration's {key!r} must be a finite number above 0, not {value!r}", param=key)
+        raise _refuse(key, "a finite number above 0", value)
     return float(value)
 
 
@@ -59,7 +62,7 @@ def flag(config: RawConfig, key: str, default: bool) -> bool:
     """True or false; CheckpointError names the key if it is anything else."""
     value = _lookup(config, key, default)
     if not isinstance(value, bool):
-        raise CheckpointError(f"the configuration's {key!r} must be true or false, not {value!r}", param=key)
+        raise _refuse(key, "true or false", value)
     return value
 
 
@@ -89,11 +92,10 @@ class ModelInfo:
         if kinds is None:
             kinds = ["sliding_attention" if sliding(i) else "full_attention" for i in range(self.layers)]
         if not isinstance(kinds, list | tuple) or len(kinds) != self.layers:
-            raise CheckpointError(f"the configuration's 'layer_types' must list {self.layers} layers", param="layer_types")
-        for kind in kinds:
-            if kind not in ("sliding_attention", "full_attention"):
-                raise UnsupportedError(f"layer type {kind!r} is not supported by {self.architecture}; "
-                                       "possible are sliding_attention and full_attention", param="layer_types")  # fmt: skip
+            raise _refuse("layer_types", f"a list of {self.layers} names", kinds)
+        if unknown := [kind for kind in kinds if kind not in ("sliding_attention", "full_attention")]:
+            message = f"layer type {unknown[0]!r} is not supported; possible are sliding_attention and full_attention"
+            raise UnsupportedError(message, param="layer_types")
         if self.config.get("sliding_window") is None or "sliding_attention" not in kinds:
             return (None,) * self.layers
         window = count(self.config, "sliding_window")
@@ -111,25 +113,18 @@ def read_info(architecture: str, config: RawConfig) -> ModelInfo:
         raise CheckpointError(f"the configuration has no 'head_dim' and its 'hidden_size' ({hidden}) is not a multiple of "
                               f"'num_attention_heads' ({heads})", param="hidden_size")  # fmt: skip
     return ModelInfo(
-        architecture,
-        vocab_size=count(config, "vocab_size"),
-        max_positions=count(config, "max_position_embeddings"),
-        hidden_size=hidden,
-        intermediate_size=count(config, "intermediate_size"),
-        layers=count(config, "num_hidden_layers", limit=MAX_LAYERS),
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=count(config, "head_dim", hidden // heads or None),
-        norm_eps=number(config, "rms_norm_eps"),
-        activation=_activation(config),
-        tied=flag(config, "tie_word_embeddings", False),
-        config=config,
-    )
+        architecture, vocab_size=count(config, "vocab_size"), max_positions=count(config, "max_position_embeddings"),
+        hidden_size=hidden, intermediate_size=count(config, "intermediate_size"),
+        layers=count(config, "num_hidden_layers", limit=MAX_LAYERS), heads=heads, kv_heads=kv_heads,
+        head_dim=count(config, "head_dim", hidden // heads or None), norm_eps=number(config, "rms_norm_eps"),
+        activation=_activation(config), tied=flag(config, "tie_word_embeddings", False), config=config,
+    )  # fmt: skip
 
 
 def _activation(config: RawConfig) -> str:
     key = "hidden_activation" if config.get("hidden_activation") is not None else "hidden_act"
-    name = _lookup(config, key, None)
+    name = re.sub(r"gelu_\w+_tanh", "gelu_tanh", str(_lookup(config, key, None)))  # the middle names a library
+    name = _ACTIVATION_ALIASES.get(name, name)
     if name not in _ACTIVATIONS:
         raise UnsupportedError(f"activation {name!r} is not supported; possible are {', '.join(_ACTIVATIONS)}", param=key)
-    return _ACTIVATIONS[name]
+    return name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, cast
 
 from trivium.models.config import ModelInfo, RawConfig
 from trivium.ops import OPERATORS, Builder, PagedKV, Program, Value
@@ -21,30 +22,30 @@ class Decoder:
         self._max_len = max_model_len or info.max_positions
         self._norm_offset = norm_offset
 
+    def op(self, name: str, *args: Value | None, **attrs: Any) -> Value:
+        """Records an operator that has one result."""
+        return cast(Value, self.b.call(name, *args, **attrs))
+
     def embed(self, *, scale: float = 1.0) -> Value:
         """x[tokens, hidden] of the step's token ids."""
         table = self.b.weight("model.embed_tokens.weight", (self.info.vocab_size, self.info.hidden_size))
-        x: Value = self.b.embedding(self.b.input("token_ids"), table, scale=scale)
-        return x
+        return self.op("embedding", self.b.input("token_ids"), table, scale=scale)
 
     def norm(self, x: Value, name: str) -> Value:
         """RMS norm over the last dimension."""
         weight = self.b.weight(f"{name}.weight", x.shape[-1:])
-        y: Value = self.b.rms_norm(x, weight, eps=self.info.norm_eps, offset=self._norm_offset)
-        return y
+        return self.op("rms_norm", x, weight, eps=self.info.norm_eps, offset=self._norm_offset)
 
     def linear(self, x: Value, name: str, out: int, *, bias: bool = False, part: tuple[str, int] | None = None) -> Value:
         """y[..., out]. `part`: the weight is not stored under its own name but as rows of another tensor, (its name, first row)."""
         source, rows = (f"{part[0]}.weight", (part[1], part[1] + out)) if part else (None, None)
         weight = self.b.weight(f"{name}.weight", (out, x.shape[-1]), source=source, rows=rows)
-        y: Value = self.b.linear(x, weight, self.b.weight(f"{name}.bias", (out,)) if bias else None)
-        return y
+        return self.op("linear", x, weight, self.b.weight(f"{name}.bias", (out,)) if bias else None)
 
     def heads(self, x: Value, name: str, heads: int, *, bias: bool = False, part: tuple[str, int] | None = None) -> Value:
         """A projection split into y[tokens, heads, head_dim]."""
         flat = self.linear(x, name, heads * self.info.head_dim, bias=bias, part=part)
-        y: Value = self.b.reshape(flat, shape=("tokens", heads, self.info.head_dim))
-        return y
+        return self.op("reshape", flat, shape=("tokens", heads, self.info.head_dim))
 
     def qkv(self, x: Value, attn: str, *, bias: bool = False) -> tuple[Value, Value, Value]:
         """Queries, keys and values from the three projections of the attention block `attn`."""
@@ -58,7 +59,7 @@ class Decoder:
         table = rope_from_config(config, self.info.head_dim, max_model_len=self._max_len)
         inv_freq, positions = self.b.array(name, table.inv_freq), self.b.input("positions")
         interleaved = bool(config.get("rope_interleaved", False))
-        return lambda x: self.b.rope(x, positions, inv_freq, interleaved=interleaved, scale=table.scale)
+        return lambda x: self.op("rope", x, positions, inv_freq, interleaved=interleaved, scale=table.scale)
 
     def attend(
         self, layer: int, q: Value, k: Value, v: Value,
@@ -73,13 +74,11 @@ class Decoder:
             q, kv, b.input("query_starts"), b.input("context_lens"), None,
             scale=info.head_dim**-0.5 if scale is None else scale, window=window, softcap=softcap,
         )  # fmt: skip
-        y: Value = b.reshape(heads, shape=("tokens", info.heads * info.head_dim))
-        return y
+        return self.op("reshape", heads, shape=("tokens", info.heads * info.head_dim))
 
     def gated(self, gate: Value, up: Value) -> Value:
         """act(gate) * up with the model's activation."""
-        y: Value = self.b.gated(gate, up, kind=self.info.activation)
-        return y
+        return self.op("gated", gate, up, kind=self.info.activation)
 
     def mlp(self, x: Value, mlp: str, *, bias: bool = False) -> Value:
         """The gated feed-forward block `mlp`."""

@@ -13,7 +13,7 @@ from trivium.models.decoder import Decoder
 from trivium.ops import Program, Value
 
 DEFAULTS: RawConfig = {
-    "hidden_activation": "gelu_pytorch_tanh", "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": True,
+    "hidden_activation": "gelu_tanh", "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": True,
     "sliding_window": 4096, "query_pre_attn_scalar": 256, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
 }  # fmt: skip
 
@@ -58,5 +58,4 @@ def cap_of(info: ModelInfo, key: str) -> float | None:
 def feed_forward(d: Decoder, x: Value, layer: str) -> Value:
     """x + norm(mlp(norm(x)))"""
     y = d.mlp(d.norm(x, f"{layer}.pre_feedforward_layernorm"), f"{layer}.mlp")
-    z: Value = d.b.add(x, d.norm(y, f"{layer}.post_feedforward_layernorm"))
-    return z
+    return d.op("add", x, d.norm(y, f"{layer}.post_feedforward_layernorm"))

@@ -11,7 +11,7 @@ from trivium.models.gemma2 import cap_of, feed_forward, gemma_decoder, score_sca
 from trivium.ops import Program
 
 DEFAULTS: RawConfig = {
-    "hidden_activation": "gelu_pytorch_tanh", "rms_norm_eps": 1e-6, "rope_theta": 1e6, "rope_local_base_freq": 1e4,
+    "hidden_activation": "gelu_tanh", "rms_norm_eps": 1e-6, "rope_theta": 1e6, "rope_local_base_freq": 1e4,
     "tie_word_embeddings": True, "sliding_window": 4096, "sliding_window_pattern": 6, "query_pre_attn_scalar": 256,
     "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 262208, "max_position_embeddings": 131072,
 }  # fmt: skip
