@@ -72,8 +72,6 @@ def _lower_norm_qkv(low: Lowering, call: Call) -> None:
     project(low, "norm+qkv", x, [(wq, bq), (wk, bk), (wv, bv)], outs, norm=rms_norm_spec(low, weight, call.attrs))
 
 
-
-
 def _gate_up(
     b: Any, x: Any, wg: Any, bg: Any, wu: Any, bu: Any, *, kind: str, limit: float | None, alpha: float, up_offset: float
 ) -> Any:  # fmt: skip

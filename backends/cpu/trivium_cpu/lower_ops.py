@@ -50,8 +50,8 @@ def project(
     normed = low.temporary(rows.symbol, rows.factor * width) if plain else ABSENT
     record = low.temporary(rows.symbol, rows.factor * _native.linear.record_numbers(width)) if quantised else ABSENT
     low.emit(
-        "project", name, low.place(x).ref, width, rows.native, targets, norm, other.ref, total.ref, normed.ref, record.ref, accumulate, gate,
-        reads=[low.place(x), other, *(outs if accumulate else [])], writes=[*outs, total, normed, record],
+        "project", name, low.place(x).ref, width, rows.native, targets, norm, other.ref, total.ref, normed.ref, record.ref,
+        accumulate, gate, reads=[low.place(x), other, *(outs if accumulate else [])], writes=[*outs, total, normed, record],
     )  # fmt: skip
     low.release(normed)
     low.release(record)
@@ -84,7 +84,9 @@ def _pointwise(kind: str, factor: str = "") -> Lower:
     return lower
 
 
-def norm(low: Lowering, spec: Any, x: Place, y: Place, rows: Extent, width: int, *, other: Place = ABSENT, total: Place = ABSENT) -> None:
+def norm(
+    low: Lowering, spec: Any, x: Place, y: Place, rows: Extent, width: int, *, other: Place = ABSENT, total: Place = ABSENT
+) -> None:
     """y = norm(x), or total = x + other, y = norm(total)."""
     reads, writes = [x, other], [y, total]
     low.emit("norm", spec, x.ref, other.ref, total.ref, y.ref, rows.native, width, reads=reads, writes=writes)

@@ -24,8 +24,8 @@ _ARENAS = ("tokens", "rows", "fixed")
 
 @dataclass
 class Resident:
-    """A loaded constant. shape: the checkpoint's. Two or more dimensions are a packed `matrix` [product of all but the last, last], one
-    dimension (or none) a float32 `array`."""
+    """A loaded constant. shape: the checkpoint's. Two or more dimensions are a packed `matrix` [product of all but the last, last],
+    one dimension (or none) a float32 `array`."""
 
     shape: tuple[int, ...]
     matrix: Any = None
@@ -75,8 +75,8 @@ class Lowering:
     """Builds one tape. Kernels' lowering functions call `place`, `result`, `temporary`, `emit` and the rest."""
 
     def __init__(
-        self, runtime: Any, program: Program, weights: Mapping[str, Resident], *, spec: KVSpec, layers: Mapping[int, Any], pool: Any,
-        threads: int, max_model_len: int,
+        self, runtime: Any, program: Program, weights: Mapping[str, Resident], *, spec: KVSpec, layers: Mapping[int, Any],
+        pool: Any, threads: int, max_model_len: int,
     ) -> None:  # fmt: skip
         self.runtime, self.program, self.spec, self.layers = runtime, program, spec, layers
         self.threads, self.max_model_len = threads, max_model_len
@@ -171,9 +171,7 @@ class Lowering:
         barrier = self._barriers.needed(reads, writes)
         getattr(self.tape, name)(*args, **named, barrier=barrier)
 
-    def elementwise(
-        self, kind: str, a: Place, b: Place, y: Place, count: Extent, *, factor: float = 1.0, gate: Any = None
-    ) -> None:
+    def elementwise(self, kind: str, a: Place, b: Place, y: Place, count: Extent, *, factor: float = 1.0, gate: Any = None) -> None:
         gate = gate or _native.Gate("silu")
         self.emit("elementwise", kind, a.ref, b.ref, y.ref, count.native, factor, gate, reads=[a, b], writes=[y])
 

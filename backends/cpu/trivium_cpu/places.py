@@ -12,8 +12,8 @@ ALIGN = 16
 
 
 class Place(NamedTuple):
-    """A piece of an arena or a constant. space: "tokens", "rows" (`offset` and `width` in numbers a row of the step), "fixed" (numbers),
-    "constant", "input" or "kv" (offset: the state's index). `ref`: the native form of it."""
+    """A piece of an arena or a constant. space: "tokens", "rows" (`offset` and `width` in numbers a row of the step), "fixed"
+    (numbers), "constant", "input" or "kv" (offset: the state's index). `ref`: the native form of it."""
 
     space: str
     offset: int
@@ -60,7 +60,7 @@ def _rounded(width: int) -> int:
 
 
 class Barriers:
-    """Finds where threads must meet: an operation that touches what another since the last meeting wrote, or writes what it read."""
+    """Finds where threads must meet: where an operation touches what another wrote since they last met, or writes what it read."""
 
     def __init__(self) -> None:
         self._read: list[Place] = []

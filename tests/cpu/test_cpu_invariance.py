@@ -1,0 +1,99 @@
+"""The same bits for a row, whatever else is in the step, however it is cut, on however many threads."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from trivium.conformance.examples import make_example
+from trivium.conformance.kit import open_lab
+from trivium.conformance.models import fuse, whole_model
+from trivium.conformance.zoo import CONFIGS
+from trivium.models import build
+from trivium.ops import OPERATORS, Case
+from trivium.ops.examples import normal, paged_state, sequences
+
+HEADS, KV_HEADS, DIM = 6, 2, 24
+LONG = sequences([1, 5, 70, 3], [700, 261, 300, 900])
+"""Contexts of several spans, a prefill of several tiles."""
+
+
+def attention_case(step, *, window=None, softcap=None, sinks=False, causal=True):
+    rng = np.random.default_rng(3)
+    state = paged_state(rng, step, (KV_HEADS, DIM), (KV_HEADS, DIM), page_size=16, window=window)
+    q = normal(rng, int(step.query_starts[-1]), HEADS, DIM)
+    attrs = {"scale": 0.3, "window": window, "softcap": softcap, "causal": causal}
+    return Case((q, state, *step, normal(rng, HEADS) if sinks else None), attrs)
+
+
+def attention(case, kv_dtype="float32", **options):
+    """(what the backend computes, what the reference does), float32[tokens, heads * dim]."""
+    lab = open_lab("cpu", options)
+    example = make_example(OPERATORS["paged_attention"], case, dtype="float32", page_size=lab.page_size)
+    outcome = lab.run(example, example.program, dtype="float32", kv_dtype=kv_dtype)
+    return outcome.outputs["logits"], outcome.want["logits"]
+
+
+@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("attrs", [{}, {"window": 300}, {"softcap": 5.0, "sinks": True}, {"causal": False}], ids=str)
+@pytest.mark.parametrize("isa", ["portable", "auto"])
+def test_long_contexts_equal_the_reference(isa, attrs, kv_dtype):
+    got, want = attention(attention_case(LONG, **attrs), kv_dtype, isa=isa)
+    np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("attrs", [{}, {"window": 300}], ids=str)
+def test_spans_that_are_shared_out_give_the_bits_of_one_thread(attrs):
+    for step in (LONG, sequences([1], [900]), sequences([2], [513])):
+        case = attention_case(step, **attrs)
+        alone, _ = attention(case, threads=1)
+        for threads in (2, 3):
+            shared, _ = attention(case, threads=threads)
+            np.testing.assert_array_equal(shared, alone)
+
+
+def logits(config, step, rows=None, **options):
+    """Logits of a tiny model; of some sequences only."""
+    lab = open_lab("cpu", options)
+    program = build(CONFIGS[config], max_model_len=128)
+    example = whole_model(program, step, lab.page_size)
+    if rows is not None:
+        example = only(example, step, rows)
+    return lab.run(example, fuse(lab, program), dtype="float32").outputs["logits"]
+
+
+def only(example, step, seq):
+    """The example with one of its sequences."""
+    begin, end = step.query_starts[seq : seq + 2]
+    inputs = {
+        **example.inputs, "token_ids": example.inputs["token_ids"][begin:end], "positions": example.inputs["positions"][begin:end],
+        "query_starts": np.array([0, end - begin], np.int32), "context_lens": step.context_lens[seq : seq + 1],
+        "sample_rows": np.arange(end - begin, dtype=np.int32),
+    }  # fmt: skip
+    states = tuple(
+        dataclasses.replace(s, block_table=s.block_table[seq : seq + 1], slots=s.slots[begin:end]) for s in example.states
+    )
+    return dataclasses.replace(example, inputs=inputs, states=states)
+
+
+STEP = sequences([3, 1, 1, 40, 2], [10, 33, 90, 60, 2])
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("config", ["llama odd", "gemma3", "qwen3"])
+def test_o42_a_sequence_alone_has_the_bits_it_has_in_a_batch(config):
+    together = logits(config, STEP)
+    for seq, (begin, end) in enumerate(zip(STEP.query_starts, STEP.query_starts[1:])):
+        np.testing.assert_array_equal(logits(config, STEP, seq), together[begin:end])
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("isa", ["portable", "avx2", "auto"])
+def test_o42_thread_counts_give_the_same_bits(isa):
+    lab_isas = open_lab("cpu", {}).device.details["isas"]
+    if isa not in (*lab_isas, "auto"):
+        pytest.skip(f"this processor has no {isa}")
+    one = logits("llama", STEP, threads=1, isa=isa)
+    for threads in (2, 3):
+        np.testing.assert_array_equal(logits("llama", STEP, threads=threads, isa=isa), one)
