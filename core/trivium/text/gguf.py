@@ -104,12 +104,13 @@ def build(vocabulary: Vocabulary) -> Tokenizer:
         raise
     except Exception as error:  # the tokenizers package raises plain Exception
         raise CheckpointError(f"the file's tokenizer can't be built: {error}") from error
-    whole = (TokenType.CONTROL, TokenType.USER_DEFINED)
+    special = (TokenType.CONTROL, TokenType.UNKNOWN)
+    named = set(vocabulary.ids.values())
     backend.add_tokens(
         [
-            AddedToken(token, normalized=False, special=kind == TokenType.CONTROL)
-            for token, kind in zip(vocabulary.tokens, vocabulary.types)
-            if kind in whole and token and not (vocabulary.model != "gpt2" and not token.strip(" "))
+            AddedToken(token, normalized=False, special=kind in special or index in named)
+            for index, (token, kind) in enumerate(zip(vocabulary.tokens, vocabulary.types))
+            if (kind in special or kind == TokenType.USER_DEFINED or index in named) and token.strip(" ")
         ]
     )
     ends = [vocabulary.tokens[vocabulary.ids[which]] if vocabulary.adds(which) else None for which in ("bos", "eos")]

@@ -46,6 +46,7 @@ class Tokenizer:
         self.vocab_size = vocab_size
         self.special_ids = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
         self.bos_id = backend.token_to_id(named["bos_token"]) if "bos_token" in named else None
+        self._adds_bos = self.bos_id is not None and backend.encode("").ids[:1] == [self.bos_id]
         self.eos_ids = frozenset((end_ids or set()) | self._turn_ends())
         self.strips_leading_space = self._spelling.strips
         self.chat_template = self._templates.get("default")
@@ -116,7 +117,7 @@ class Tokenizer:
                 "replace it, for example by U+FFFD",
                 param="prompt",
             ) from error
-        if add_special_tokens and self.bos_id is not None and ids[:2] == [self.bos_id] * 2:
+        if add_special_tokens and self._adds_bos and ids[:2] == [self.bos_id] * 2:
             return ids[1:]
         return ids
 
