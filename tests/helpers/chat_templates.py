@@ -113,7 +113,8 @@ GEMMA_LIKE = """\
 """
 
 TOOL_CHATML = """\
-{%- macro show(content) %}{% if content is string %}{{ content }}{% else %}{% for part in content %}{{ part.text }}{% endfor %}{% endif %}{% endmacro %}
+{%- macro show(content) %}{% if content is string %}{{ content }}{% else -%}
+    {% for part in content %}{{ part.text }}{% endfor %}{% endif %}{% endmacro %}
 {%- set ns = namespace(calls=0, last_user=-1) %}
 {%- for message in messages[::-1] %}
     {%- if message.role == 'user' and ns.last_user == -1 %}{% set ns.last_user = messages|length - loop.index %}{% endif %}

@@ -9,8 +9,10 @@ from typing import Any
 from awkward_strings import FIXED
 
 WORDS = (
-    "the quick brown fox jumps over the lazy dog and then some more words follow, with numbers 1 2 3 10 200 and code: def f(x): return x\n"
-    "    indented lines  and   blanks\tand tabs\n\nParis is the capital of France. It's we're they'll don't. Ünïcödé 中文 日本語 мир 😀\n"
+    "the quick brown fox jumps over the lazy dog and then some more words follow, with numbers"
+    " 1 2 3 10 200 and code: def f(x): return x\n"
+    "    indented lines  and   blanks\tand tabs\n\nParis is the capital of France. It's we're they'll don't. "
+    "Ünïcödé 中文 日本語 мир 😀\n"
 )
 CONTROL, USER_DEFINED = 3, 4
 CHATML = (
@@ -62,7 +64,8 @@ def byte_level_gguf(pre: str = "gpt-2", **changes: Any) -> dict[str, Any]:
 @cache
 def sentencepiece_vocabulary() -> tuple[list[str], list[float], list[int]]:
     """Tokens, scores and types of a hand-made SentencePiece-like vocabulary: control tokens, bytes, merges, characters."""
-    pieces = "▁t he in ▁a re on ▁the er ▁s nd ▁w ▁o ing ou is ▁and aa aaa aaaa ▁▁ ▁▁▁ ▁▁▁▁ ab abc bc ca or ▁wor ld ▁world ell ▁H ▁Hell ▁Hello 中文 😀😀"
+    pieces = "▁t he in ▁a re on ▁the er ▁s nd ▁w ▁o ing ou is ▁and aa aaa aaaa ▁▁ ▁▁▁ ▁▁▁▁ ab abc bc ca or "
+    pieces += "▁wor ld ▁world ell ▁H ▁Hell ▁Hello 中文 😀😀"
     characters = dict.fromkeys("▁" + WORDS.replace(" ", "").replace("\n", "") + "ABCDEFGHIJKLMNOPQRSTUVWXYZ")
     merged = pieces.split()
     tokens = ["<pad>", "<eos>", "<bos>", "<unk>"] + [f"<0x{byte:02X}>" for byte in range(256)]

@@ -122,7 +122,8 @@ def test_a_source_that_is_too_long_or_no_template_is_refused() -> None:
     ("template", "text"),
     [
         (
-            "{% for i in range(5) %}{% if i == 1 %}{% continue %}{% endif %}{% if i == 3 %}{% break %}{% endif %}{{ i }}{% endfor %}",
+            "{% for i in range(5) %}{% if i == 1 %}{% continue %}{% endif %}"
+            "{% if i == 3 %}{% break %}{% endif %}{{ i }}{% endfor %}",
             "02",
         ),
         (
@@ -156,7 +157,8 @@ def test_what_honest_templates_do_works(template: str, text: str) -> None:
 
 def test_a_long_conversation_is_within_bounds() -> None:
     messages = [{"role": "user" if i % 2 == 0 else "assistant", "content": f"message {i} " * 20} for i in range(2001)]
-    template = "{% for m in messages %}{% if loop.index0 > 0 and messages[loop.index0 - 1].role == m.role %}!{% endif %}{{ m.role + m.content }}{% endfor %}"
+    again = "{% if loop.index0 > 0 and messages[loop.index0 - 1].role == m.role %}!{% endif %}"
+    template = "{% for m in messages %}" + again + "{{ m.role + m.content }}{% endfor %}"
     assert len(TOKENIZER.render_chat(messages, template=template)) > 400_000
 
 

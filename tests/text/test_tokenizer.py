@@ -163,9 +163,9 @@ def test_metadata_that_cannot_be_true_is_refused(changes: dict[str, object], err
 
 
 def test_an_unknown_pretokenizer_is_refused_with_near_names() -> None:
-    with pytest.raises(UnsupportedError, match="'qwen25'.*did you mean .*qwen2"):
+    with pytest.raises(UnsupportedError, match=r"'qwen25'.*did you mean .*qwen2"):
         Tokenizer.from_data(byte_level_gguf(pre="qwen25"))
-    with pytest.raises(UnsupportedError, match="known are .*llama-bpe"):
+    with pytest.raises(UnsupportedError, match=r"known are .*llama-bpe"):
         Tokenizer.from_data(byte_level_gguf(pre="zzzzzzzz"))
 
 

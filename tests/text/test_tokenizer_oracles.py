@@ -100,10 +100,17 @@ def trained() -> Any:
     sentencepiece = pytest.importorskip("sentencepiece")
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter((WORDS + "\n".join(awkward_strings(specials=()))).splitlines()), model_writer=model, model_type="bpe",
-        vocab_size=1300, byte_fallback=True, normalization_rule_name="identity", remove_extra_whitespaces=False, character_coverage=0.98,
-        user_defined_symbols=["<think>"], minloglevel=2,
-    )  # fmt: skip
+        sentence_iterator=iter((WORDS + "\n".join(awkward_strings(specials=()))).splitlines()),
+        model_writer=model,
+        model_type="bpe",
+        vocab_size=1300,
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        character_coverage=0.98,
+        user_defined_symbols=["<think>"],
+        minloglevel=2,
+    )
     return sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
 
 
@@ -123,9 +130,15 @@ def test_a_trained_sentencepiece_model(trained: Any) -> None:
     ]
     tokens = [trained.id_to_piece(i) for i in range(count)]
     data = gguf_data(
-        model="llama", tokens=tokens, scores=[trained.get_score(i) for i in range(count)], token_type=types, bos_token_id=trained.bos_id(),
-        eos_token_id=trained.eos_id(), unknown_token_id=trained.unk_id(), add_space_prefix=True,
-    )  # fmt: skip
+        model="llama",
+        tokens=tokens,
+        scores=[trained.get_score(i) for i in range(count)],
+        token_type=types,
+        bos_token_id=trained.bos_id(),
+        eos_token_id=trained.eos_id(),
+        unknown_token_id=trained.unk_id(),
+        add_space_prefix=True,
+    )
     tokenizer = Tokenizer.from_data(data)
     for text in awkward_strings(specials=()):
         if not any(
