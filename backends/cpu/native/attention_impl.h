@@ -10,6 +10,7 @@ namespace trivium::TRIVIUM_TIER {
 // values(p, dims, pair): W dimensions of tokens 2 * pair and 2 * pair + 1.
 struct Float32Pages {
   using Item = float;
+  static constexpr bool kPairs = false;
   static float encode(float x) { return x; }
   static float decode(float x) { return x; }
   static int64_t key_index(int64_t dim, int64_t token, int64_t page_size) { return dim * page_size + token; }
@@ -26,6 +27,7 @@ struct Float32Pages {
 
 struct Float16Pages {
   using Item = uint16_t;
+  static constexpr bool kPairs = false;
   static uint16_t encode(float x) { return float_to_f16(x); }
   static float decode(uint16_t x) { return f16_to_float(x); }
   static int64_t key_index(int64_t dim, int64_t token, int64_t page_size) { return dim * page_size + token; }
@@ -42,6 +44,7 @@ struct Float16Pages {
 
 struct Bfloat16Pages {
   using Item = uint16_t;
+  static constexpr bool kPairs = true;
   static uint16_t encode(float x) { return float_to_bf16(x); }
   static float decode(uint16_t x) { return bf16_to_float(x); }
   static int64_t key_index(int64_t dim, int64_t token, int64_t page_size) { return (dim / 2 * page_size + token) * 2 + dim % 2; }
@@ -63,15 +66,28 @@ inline void with_pages(KvType type, Use use) {
   }
 }
 
+// Encodes up to kEncoded numbers at a time and stores each where its format wants it. Pairs of dimensions of a key lie side by side in
+// bfloat16, so two go in one store; the partner of a value may be another thread's to write, so values go one by one.
 inline void write_kv(const KvLayout& layout, int64_t offset, const float* k, const float* v, uint8_t* key, uint8_t* value) {
+  constexpr int64_t kEncoded = 64;
   with_pages(layout.type, [&](auto pages) {
     using Pages = decltype(pages);
-    auto* keys = reinterpret_cast<typename Pages::Item*>(key);
-    auto* values = reinterpret_cast<typename Pages::Item*>(value);
-    const int64_t dims = layout.value_dim();
-    for (int64_t d = 0; d < layout.head_dim; ++d) {
-      keys[Pages::key_index(d, offset, layout.page_size)] = Pages::encode(k[d]);
-      values[Pages::value_index(d, offset, dims)] = Pages::encode(v[d]);
+    using Item = typename Pages::Item;
+    auto* keys = reinterpret_cast<Item*>(key);
+    auto* values = reinterpret_cast<Item*>(value);
+    const int64_t page_size = layout.page_size, dims = layout.value_dim();
+    Item encoded[kEncoded + 1];
+    for (int64_t d = 0; d < layout.head_dim; d += kEncoded) {
+      const int64_t n = layout.head_dim - d < kEncoded ? layout.head_dim - d : kEncoded;
+      for (int64_t i = 0; i < n; ++i) encoded[i] = Pages::encode(k[d + i]);
+      encoded[n] = 0;
+      if constexpr (Pages::kPairs) {
+        for (int64_t i = 0; i < n; i += 2) std::memcpy(keys + Pages::key_index(d + i, offset, page_size), encoded + i, 2 * sizeof(Item));
+      } else {
+        for (int64_t i = 0; i < n; ++i) keys[Pages::key_index(d + i, offset, page_size)] = encoded[i];
+      }
+      for (int64_t i = 0; i < n; ++i) encoded[i] = Pages::encode(v[d + i]);
+      for (int64_t i = 0; i < n; ++i) values[Pages::value_index(d + i, offset, dims)] = encoded[i];
     }
   });
 }
@@ -89,37 +105,54 @@ inline void read_kv(const KvLayout& layout, int64_t offset, const uint8_t* key, 
   });
 }
 
-// Registers: R rows x V vectors of sums at a time.
+// Registers: up to kRows rows and kSums vectors of sums at a time.
 #if defined(__AVX512F__)
-inline constexpr int kRows = 6, kVectors = 4;
+inline constexpr int kRows = 6, kVectors = 4, kSums = 24;
 #elif defined(__AVX2__)
-inline constexpr int kRows = 4, kVectors = 2;
+inline constexpr int kRows = 4, kVectors = 2, kSums = 12;
 #else
-inline constexpr int kRows = 2, kVectors = 4;
+inline constexpr int kRows = 2, kVectors = 4, kSums = 8;
 #endif
 inline constexpr int kRunVectors = static_cast<int>(kKeyRun) / W;
+inline constexpr int kRuns = static_cast<int>(kKeyBlock / kKeyRun);
 
-// scores[r][0, kKeyRun) = q[r] . key, for R rows and the keys of one run. Each sum runs over the dimensions in order.
-template <typename Pages, int R>
-inline void score_run(const AttentionSpan& s, const float* q, const uint8_t* key, int64_t token, float* scores) {
-  const auto* block = reinterpret_cast<const typename Pages::Item*>(key);
-  const int64_t pairs = s.head_dim / 2;
-  Vec sums[R][kRunVectors];
+// A run of kKeyRun keys of one page: its page and the first key's token in it.
+struct Run {
+  const uint8_t* page;
+  int64_t token;
+};
+
+inline Run find_run(const AttentionSpan& s, int64_t at) {
+  const int64_t page = s.blocks[at / s.layout.page_size];
+  return {s.pages + page * s.page_bytes, at % s.layout.page_size};
+}
+
+// scores[r][n * kKeyRun + i] = q[r] . key i of run n, for R rows and N runs. Each sum runs over the dimensions in order.
+template <typename Pages, int R, int N>
+inline void score_runs(const AttentionSpan& s, const float* q, const Run* runs, float* scores) {
+  using Item = typename Pages::Item;
+  constexpr int kAll = N * kRunVectors;
+  const int64_t pairs = s.head_dim / 2, page_size = s.layout.page_size;
+  Vec sums[R][kAll];
   for (auto& row : sums) {
     for (Vec& x : row) x = set1(0);
   }
+  auto keys = [&](int v, int64_t pair) {
+    const Run& run = runs[v / kRunVectors];
+    return Pages::keys(reinterpret_cast<const Item*>(run.page + s.key_offset), run.token + v % kRunVectors * W, page_size, pair);
+  };
   for (int64_t pair = 0; pair < pairs; ++pair) {
-    for (int v = 0; v < kRunVectors; ++v) {
-      const Pair k = Pages::keys(block, token + v * W, s.layout.page_size, pair);
-      for (int r = 0; r < R; ++r) {
-        const float* at = q + r * s.head_dim + 2 * pair;
-        sums[r][v] = fma(set1(at[1]), k.odd, fma(set1(at[0]), k.even, sums[r][v]));
-      }
+    Pair k[kAll];
+    for (int v = 0; v < kAll; ++v) k[v] = keys(v, pair);
+    for (int r = 0; r < R; ++r) {
+      const float* at = q + r * s.head_dim + 2 * pair;
+      const Vec even = set1(at[0]), odd = set1(at[1]);
+      for (int v = 0; v < kAll; ++v) sums[r][v] = fma(odd, k[v].odd, fma(even, k[v].even, sums[r][v]));
     }
   }
-  for (int v = 0; v < kRunVectors; ++v) {
+  for (int v = 0; v < kAll; ++v) {
     if (s.head_dim % 2 != 0) {
-      const Pair k = Pages::keys(block, token + v * W, s.layout.page_size, pairs);
+      const Pair k = keys(v, pairs);
       for (int r = 0; r < R; ++r) sums[r][v] = fma(set1(q[r * s.head_dim + 2 * pairs]), k.even, sums[r][v]);
     }
     for (int r = 0; r < R; ++r) store(scores + r * kKeyBlock + v * W, sums[r][v]);
@@ -133,20 +166,9 @@ inline void row_blocks(int64_t rows, F f) {
   for (; r + kMax <= rows; r += kMax) f.template operator()<kMax>(r);
   if constexpr (kMax > 1) {
     if (r < rows) {
-      row_blocks<kMax / 2>(rows - r, [&]<int R>(int64_t i) { f.template operator()<R>(r + i); });
+      row_blocks<kMax - 1>(rows - r, [&]<int R>(int64_t i) { f.template operator()<R>(r + i); });
     }
   }
-}
-
-// The run of kKeyRun keys that starts at position `at`: its page and the token in it.
-struct Run {
-  const uint8_t* page;
-  int64_t token;
-};
-
-inline Run find_run(const AttentionSpan& s, int64_t at) {
-  const int64_t page = s.blocks[at / s.layout.page_size];
-  return {s.pages + page * s.page_bytes, at % s.layout.page_size};
 }
 
 // Keys that row r may see, [low, high).
@@ -237,12 +259,17 @@ inline void weigh(const AttentionSpan& s, Visible keys, int64_t begin, const flo
 
 template <typename Pages>
 inline void attend_block(const AttentionSpan& s, Visible keys, int64_t begin, const Partial& out) {
-  for (int64_t at = keys.low / kKeyRun * kKeyRun; at < keys.high; at += kKeyRun) {
-    const Run run = find_run(s, at);
-    row_blocks<kRows>(s.rows, [&]<int R>(int64_t r) {
-      score_run<Pages, R>(s, s.q + r * s.head_dim, run.page + s.key_offset, run.token, s.scores + r * kKeyBlock + at - begin);
-    });
-  }
+  Run runs[kRuns];
+  const int first = static_cast<int>((keys.low - begin) / kKeyRun), last = static_cast<int>((keys.high - begin + kKeyRun - 1) / kKeyRun);
+  for (int n = first; n < last; ++n) runs[n] = find_run(s, begin + n * kKeyRun);
+  row_blocks<kRows>(s.rows, [&]<int R>(int64_t r) {
+    constexpr int kFit = kSums / (R * kRunVectors), kTogether = kFit >= kRuns ? kRuns : kFit >= 2 ? 2 : 1;
+    const float* q = s.q + r * s.head_dim;
+    float* scores = s.scores + r * kKeyBlock;
+    int n = first;
+    for (; n + kTogether <= last; n += kTogether) score_runs<Pages, R, kTogether>(s, q, runs + n, scores + n * kKeyRun);
+    for (; n < last; ++n) score_runs<Pages, R, 1>(s, q, runs + n, scores + n * kKeyRun);
+  });
   float shrink[kRows];
   row_blocks<kRows>(s.rows, [&]<int R>(int64_t r) {
     for (int i = 0; i < R; ++i) {

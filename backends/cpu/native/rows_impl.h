@@ -82,8 +82,14 @@ inline void rope(const float* x, const float* cosine, const float* sine, int64_t
       y[2 * i + 1] = b * cosine[i] + a * sine[i];
     }
   } else {
-    for (int64_t i = 0; i < half; i += W) {
-      const int64_t count = half - i < W ? half - i : W;
+    int64_t i = 0;
+    for (; i + W <= half; i += W) {
+      const Vec a = load(x + i), b = load(x + half + i), c = load(cosine + i), s = load(sine + i);
+      store(y + i, a * c - b * s);
+      store(y + half + i, b * c + a * s);
+    }
+    if (i < half) {
+      const int64_t count = half - i;
       const Vec a = load_n(x + i, count), b = load_n(x + half + i, count);
       const Vec c = load_n(cosine + i, count), s = load_n(sine + i, count);
       store_n(y + i, a * c - b * s, count);

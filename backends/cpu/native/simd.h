@@ -106,6 +106,9 @@ inline Pair load_pairs_bf16(const uint16_t* p) {
           {_mm512_castsi512_ps(_mm512_and_si512(both, _mm512_set1_epi32(static_cast<int>(0xffff0000u))))}};
 }
 inline Vec load_f16(const uint16_t* p) { return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))}; }
+inline __m256 low_half(Vec x) { return _mm512_castps512_ps256(x.v); }
+inline __m256 high_half(Vec x) { return _mm512_extractf32x8_ps(x.v, 1); }
+inline float first_lane(Vec x) { return _mm512_cvtss_f32(x.v); }
 
 #elif defined(__AVX2__)
 
@@ -145,6 +148,7 @@ inline Pair load_pairs_bf16(const uint16_t* p) {
           {_mm256_castsi256_ps(_mm256_and_si256(both, _mm256_set1_epi32(static_cast<int>(0xffff0000u))))}};
 }
 inline Vec load_f16(const uint16_t* p) { return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))}; }
+inline float first_lane(Vec x) { return _mm256_cvtss_f32(x.v); }
 
 #else
 
@@ -206,12 +210,40 @@ inline Pair load_pairs_bf16(const uint16_t* p) {
 inline Vec load_f16(const uint16_t* p) {
   return {Lanes{f16_to_float(p[0]), f16_to_float(p[1]), f16_to_float(p[2]), f16_to_float(p[3])}};
 }
+inline float first_lane(Vec x) { return x.v[0]; }
 
 #endif
 
 inline constexpr int W = Vec::W;
 
 // Sum and maximum of the lanes, halving: a fixed order.
+#if defined(__AVX2__)
+
+// The upper half of the lanes is folded onto the lower one until one is left.
+template <typename F>
+inline float fold(__m256 x, F f) {
+  __m128 y = f(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+  y = f(y, _mm_movehl_ps(y, y));
+  return _mm_cvtss_f32(f(y, _mm_movehdup_ps(y)));
+}
+#if defined(__AVX512F__)
+inline float reduce_add(Vec x) {
+  return fold(_mm256_add_ps(low_half(x), high_half(x)), [](__m128 a, __m128 b) { return _mm_add_ps(a, b); });
+}
+inline float reduce_max(Vec x) {
+  return fold(_mm256_max_ps(low_half(x), high_half(x)), [](__m128 a, __m128 b) { return _mm_max_ps(a, b); });
+}
+#else
+inline float reduce_add(Vec x) {
+  return fold(x.v, [](__m128 a, __m128 b) { return _mm_add_ps(a, b); });
+}
+inline float reduce_max(Vec x) {
+  return fold(x.v, [](__m128 a, __m128 b) { return _mm_max_ps(a, b); });
+}
+#endif
+
+#else
+
 inline float reduce_add(Vec x) {
   alignas(64) float lanes[W];
   store(lanes, x);
@@ -229,6 +261,8 @@ inline float reduce_max(Vec x) {
   }
   return lanes[0];
 }
+
+#endif
 
 // y[i] = f(x[i], ...) over n numbers; lanes beyond n are zero on input and not stored.
 template <typename F, typename... Inputs>

@@ -47,11 +47,7 @@ inline Vec exp_negative(Vec x) {
 }
 
 // The same operations on one number, so that the bits agree with a lane of exp_negative.
-inline float exp_negative(float x) {
-  alignas(64) float lanes[W];
-  store(lanes, exp_negative(set1(x)));
-  return lanes[0];
-}
+inline float exp_negative(float x) { return first_lane(exp_negative(set1(x))); }
 
 inline Vec sigmoid(Vec x) { return set1(1) / (set1(1) + exp(set1(0) - x)); }
 
