@@ -217,9 +217,11 @@ void bind_row_ops(nb::class_<BoundTape>& tape) {
     op->gate = gate;
     self.add(std::move(op), kind, barrier);
   }, "kind"_a, "a"_a, "b"_a, "y"_a, "count"_a, "factor"_a, "gate"_a, "barrier"_a);
-  tape.def("norm", [](BoundTape& self, const NormSpec& norm, Ref x, Ref other, Ref sum, Ref y, Extent rows, int64_t n, bool barrier) {
-    self.add(std::make_unique<Norm>(norm, x, other, sum, y, rows, n), other.present() ? "add+norm" : "norm", barrier);
-  }, "norm"_a, "x"_a, "other"_a, "sum"_a, "y"_a, "rows"_a, "n"_a, "barrier"_a);
+  tape.def("norm", [](BoundTape& self, const NormSpec& norm, Ref x, Ref other, Ref sum, Ref residual, Ref y, Extent rows, int64_t n, bool barrier) {
+    auto op = std::make_unique<Norm>(norm, x, other, sum, y, rows, n);
+    op->residual = residual;
+    self.add(std::move(op), other.present() ? "add+norm" : residual.present() ? "norm+add" : "norm", barrier);
+  }, "norm"_a, "x"_a, "other"_a, "sum"_a, "residual"_a, "y"_a, "rows"_a, "n"_a, "barrier"_a);
   tape.def("embedding", [](BoundTape& self, Ref ids, const linear::PackedMatrix& table, float factor, Ref y, Extent rows, bool barrier) {
     if (ids.space == Space::input && (self.vocab == 0 || table.view().out < self.vocab)) self.vocab = table.view().out;
     self.add(std::make_unique<Embedding>(ids, table.view(), factor, y, rows), "embedding", barrier);

@@ -49,6 +49,7 @@ void Norm::run(const Step& step, Worker& worker) {
       row = sum + r * n_;
     }
     norm_.apply(step, row, y + r * n_, n_);
+    if (residual.present()) step.kernels->add(step.floats(residual) + r * n_, y + r * n_, y + r * n_, n_);
   });
 }
 

@@ -32,12 +32,14 @@ struct NormSpec {
   void apply(const Step& step, const float* x, float* y, int64_t n) const;
 };
 
-// y = norm(x) for `rows` rows of n numbers; with `other` first sum = x + other, then y = norm(sum).
+// y = norm(x) for `rows` rows of n numbers; with `other` first sum = x + other, then y = norm(sum); with `residual` y = residual + norm(x).
 class Norm : public Op {
 public:
   Norm(NormSpec norm, Ref x, Ref other, Ref sum, Ref y, Extent rows, int64_t n)
       : norm_(norm), x_(x), other_(other), sum_(sum), y_(y), rows_(rows), n_(n) {}
   void run(const Step& step, Worker& worker) override;
+
+  Ref residual;
 
 private:
   NormSpec norm_;

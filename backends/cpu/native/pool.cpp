@@ -67,10 +67,10 @@ void ThreadPool::reserve_scratch(size_t bytes) {
   scratch_bytes_ = bytes;
 }
 
-void ThreadPool::run(const std::function<void(Worker&)>& job) {
-  job_ = &job;
+void ThreadPool::run_job(JobRef job) {
+  job_ = job;
   if (threads_ > 1) change(epoch_, epoch_.load() + 1, sleepers_);
-  job(*workers_[0]);
+  job.call(job.context, *workers_[0]);
   barrier();
 }
 
@@ -80,7 +80,7 @@ void ThreadPool::loop(int index) {
     wait_change(epoch_, seen, sleepers_);
     seen = epoch_.load(std::memory_order_acquire);
     if (stop_) return;
-    (*job_)(*workers_[index]);
+    job_.call(job_.context, *workers_[index]);
     barrier();
   }
 }

@@ -4,9 +4,9 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <thread>
+#include <type_traits>
 #include <vector>
 
 namespace trivium {
@@ -65,10 +65,19 @@ public:
   // Makes sure that each thread has `bytes` of scratch. Not during a run.
   void reserve_scratch(size_t bytes);
   // Calls job(worker) on every thread and returns when all are done. job must not throw.
-  void run(const std::function<void(Worker&)>& job);
+  template <typename Job>
+  void run(Job&& job) {
+    run_job({[](void* context, Worker& worker) { (*static_cast<std::remove_reference_t<Job>*>(context))(worker); }, &job});
+  }
 
 private:
   friend class Worker;
+  // A job without the allocation that a std::function may make.
+  struct JobRef {
+    void (*call)(void* context, Worker& worker) = nullptr;
+    void* context = nullptr;
+  };
+  void run_job(JobRef job);
   void loop(int index);
   void barrier();
 
@@ -76,7 +85,7 @@ private:
   std::vector<std::unique_ptr<Worker>> workers_;
   std::vector<std::thread> helpers_;
   size_t scratch_bytes_ = 0;
-  const std::function<void(Worker&)>* job_ = nullptr;
+  JobRef job_;
   bool stop_ = false;
 
   // Each on a cache line of its own: the epoch is what helpers wait on, `arrived` and `generation` make the barrier.

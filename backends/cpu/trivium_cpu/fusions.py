@@ -11,7 +11,7 @@ from typing import Any
 
 from trivium.ops import Call, Pattern
 from trivium.plugin import Kernel
-from trivium_cpu.lower_ops import gate_of, last, norm, project, rms_norm_spec, rope_table, rows_of, write_kv
+from trivium_cpu.lower_ops import gate_of, norm, project, rms_norm_spec, rope_table, write_kv
 from trivium_cpu.lowering import Lowering
 
 
@@ -25,8 +25,7 @@ def _lower_add_norm(low: Lowering, call: Call) -> None:
     x, y, weight = call.args
     assert x is not None and y is not None
     total, normed = (low.result(v) for v in call.results)
-    spec = rms_norm_spec(low, weight, call.attrs)
-    norm(low, spec, low.place(x), normed, rows_of(x), last(x), other=low.place(y), total=total)
+    norm(low, rms_norm_spec(low, weight, call.attrs), x, normed, other=low.place(y), total=total)
 
 
 def _norm_add(b: Any, x: Any, y: Any, weight: Any, *, eps: float, offset: float) -> Any:
@@ -37,12 +36,7 @@ def _norm_add(b: Any, x: Any, y: Any, weight: Any, *, eps: float, offset: float)
 def _lower_norm_add(low: Lowering, call: Call) -> None:
     x, y, weight = call.args
     assert x is not None and y is not None
-    normed = low.temporary(rows_of(y).symbol, rows_of(y).factor * last(y))
-    norm(low, rms_norm_spec(low, weight, call.attrs), low.place(y), normed, rows_of(y), last(y))
-    rows = rows_of(x)
-    total = low.result(call.results[0])
-    low.elementwise("add", low.place(x), normed, total, rows._replace(factor=rows.factor * last(x)))
-    low.release(normed)
+    norm(low, rms_norm_spec(low, weight, call.attrs), y, low.result(call.results[0]), residual=low.place(x))
 
 
 def _linear_add(b: Any, residual: Any, x: Any, weight: Any, bias: Any) -> Any:

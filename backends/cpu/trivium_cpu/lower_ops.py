@@ -85,24 +85,27 @@ def _pointwise(kind: str, factor: str = "") -> Lower:
 
 
 def norm(
-    low: Lowering, spec: Any, x: Place, y: Place, rows: Extent, width: int, *, other: Place = ABSENT, total: Place = ABSENT
+    low: Lowering, spec: Any, x: Value, y: Place, *, other: Place = ABSENT, total: Place = ABSENT, residual: Place = ABSENT
 ) -> None:
-    """y = norm(x), or total = x + other, y = norm(total)."""
-    reads, writes = [x, other], [y, total]
-    low.emit("norm", spec, x.ref, other.ref, total.ref, y.ref, rows.native, width, reads=reads, writes=writes)
+    """y = norm(x); or total = x + other, y = norm(total); or y = residual + norm(x)."""
+    at = low.place(x)
+    low.emit(
+        "norm", spec, at.ref, other.ref, total.ref, residual.ref, y.ref, rows_of(x).native, last(x),
+        reads=[at, other, residual], writes=[y, total],
+    )  # fmt: skip
 
 
 def _rms_norm(low: Lowering, call: Call) -> None:
     x, weight = call.args
     assert x is not None
-    norm(low, rms_norm_spec(low, weight, call.attrs), low.place(x), low.result(call.results[0]), rows_of(x), last(x))
+    norm(low, rms_norm_spec(low, weight, call.attrs), x, low.result(call.results[0]))
 
 
 def _layer_norm(low: Lowering, call: Call) -> None:
     x, weight, bias = call.args
     assert x is not None
     spec = _native.NormSpec("layer", low.place(weight).ref, low.place(bias).ref, call.attrs["eps"], 0.0)
-    norm(low, spec, low.place(x), low.result(call.results[0]), rows_of(x), last(x))
+    norm(low, spec, x, low.result(call.results[0]))
 
 
 def rope_table(low: Lowering, positions: Value, inv_freq: Value, scale: float) -> tuple[Place, int]:
