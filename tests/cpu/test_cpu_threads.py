@@ -82,6 +82,16 @@ def test_o43_the_users_number_wins(tmp_path):
     assert count_threads(6, root=root, affinity=2) == (6, "as asked")
 
 
+@pytest.mark.faults
+def test_o43_the_list_of_backends_says_the_threads_and_why(capsys):
+    from trivium.cli import main
+
+    assert main(["backends"]) == 0
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("cpu"))
+    count = count_threads()
+    assert f"{count.threads} threads: {count.reason}" in line
+
+
 @pytest.mark.parametrize("asked", [0, -1, 2.0, "2", True])
 def test_a_senseless_number_of_threads_is_refused(asked):
     with pytest.raises(InvalidRequestError, match="threads"):

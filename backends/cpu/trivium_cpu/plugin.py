@@ -31,6 +31,7 @@ class CpuBackend(Backend):
             return Probe((), f"its compiled module can't be imported ({e}); install trivium again with a C++ compiler present")
         count = count_threads()
         details = {
+            "about": f"{_native.linear.isas()[0]}, {count.threads} threads: {count.reason}",
             "isa": _native.tiers()[0], "isas": tuple(_native.tiers()), "linear": _native.linear.isas()[0], "threads": count.threads,
             "threads_reason": count.reason, **{k: v for k, v in _native.features().items() if v},
         }  # fmt: skip

@@ -13,7 +13,7 @@ from trivium.cli.parser import add_json, add_model, load_options, table
 if TYPE_CHECKING:
     from trivium.engine.loader import Plan
     from trivium.ops import Program
-    from trivium.plugin import Choice
+    from trivium.plugin import Choice, Device
 
 
 def add_backends(parser: argparse.ArgumentParser) -> None:
@@ -30,10 +30,16 @@ def backends(args: argparse.Namespace) -> int:
         return 0
     rows = [("BACKEND", "VERSION", "FROM", "DEVICE")]
     for status in found:
-        devices = [f"{d.index}: {d.name}" for d in status.devices] or [f"none: {status.reason}"]
+        devices = [_device(d) for d in status.devices] or [f"none: {status.reason}"]
         rows += [(status.name, status.version or "-", status.distribution, device) for device in devices]
     print(table(rows))
     return 0
+
+
+def _device(device: Device) -> str:
+    """Its number, its name, and what the backend says `about` it, such as the threads it takes and why."""
+    about = device.details.get("about")
+    return f"{device.index}: {device.name}" + (f" ({about})" if about else "")
 
 
 def add_inspect(parser: argparse.ArgumentParser) -> None:
