@@ -13,8 +13,10 @@ linear = native.linear
 
 ISAS = linear.isas()
 # Every layout: (format, storage).
-LAYOUTS = [("float32", "float32"), ("bfloat16", "bfloat16"), ("float16", "float16"), ("int8", "q8_0"), ("int8", "q5_1"), ("int8", "q5_k"),
-           ("int8", "q6_k"), ("int4", "q4_0"), ("int4", "q4_1"), ("int4", "q4_k"), ("int8", "float32"), ("int4", "float32")]  # fmt: skip
+LAYOUTS = [
+    ("float32", "float32"), ("bfloat16", "bfloat16"), ("float16", "float16"), ("int8", "q8_0"), ("int8", "q5_1"), ("int8", "q5_k"),
+    ("int8", "q6_k"), ("int4", "q4_0"), ("int4", "q4_1"), ("int4", "q4_k"), ("int8", "float32"), ("int4", "float32"),
+]  # fmt: skip
 ROWS = [1, 2, 3, 8, 17, 64]
 
 

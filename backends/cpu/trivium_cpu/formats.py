@@ -1,10 +1,10 @@
 """Resident weight formats of the CPU backend, best first.
 
-int4 and int8 are groups of 32 weights with a float16 scale (and minimum, or two-level scales, where the source has them), laid out
-as native/linear/layout.h says. Blocks of the storage formats named in `lossless_from` are only rearranged: every decoded float32
-weight equals the checkpoint's own bit for bit. Anything else is rounded to nearest: int8 against the group's largest magnitude, int4 with
-the scale, out of a few, of the least squared error. The error budgets hold for weights without outliers beyond four standard deviations
-within a group of 32, which is far from what trained weights look like.
+int4 and int8 are groups of 32 weights with a float16 scale (and minimum, or two-level scales, where the source has them),
+laid out as native/linear/layout.h says. Blocks of the storage formats named in `lossless_from` are only rearranged: every
+decoded float32 weight equals the checkpoint's own bit for bit. Anything else is rounded to nearest: int8 against the
+group's largest magnitude, int4 with the scale, out of a few, of the least squared error. The error budgets hold for weights
+without outliers beyond four standard deviations within a group of 32, which is far from what trained weights look like.
 """
 
 from __future__ import annotations

@@ -48,8 +48,8 @@ void read_small_blocks(Storage storage, const uint8_t* p, int64_t in, RowCodes& 
   }
 }
 
-// The eight 6-bit scales and minima of a q4_k or q5_k block: four of each in bytes 0-7, the others' low nibbles in bytes 8-11 and their high two
-// bits on top of the first.
+// The eight 6-bit scales and minima of a q4_k or q5_k block: four of each in bytes 0-7, the others' low nibbles in bytes 8-11
+// and their high two bits on top of the first.
 void read_k_scales(const uint8_t* p, uint8_t* scale, uint8_t* min) {
   for (int i = 0; i < 4; ++i) {
     scale[i] = p[i] & 63;
@@ -81,8 +81,8 @@ void read_k_blocks(bool has_fifth, const uint8_t* p, int64_t in, RowCodes& codes
   }
 }
 
-// q6_k: 128 bytes of low nibbles, 64 of high pairs of bits, 16 signed scales, d. Each half of the block holds 128 numbers: number 32 * j + i has
-// its nibble in byte 32 * (j % 2) + i (high if j >= 2) and its pair of bits in byte i at 2 * j.
+// q6_k: 128 bytes of low nibbles, 64 of high pairs of bits, 16 signed scales, d. Each half of the block holds 128 numbers:
+// number 32 * j + i has its nibble in byte 32 * (j % 2) + i (high if j >= 2) and its pair of bits in byte i at 2 * j.
 void read_q6_blocks(const uint8_t* p, int64_t in, RowCodes& codes) {
   codes.zero = 32;
   for (int64_t block = 0; block < in / kBlock; ++block, p += 210) {

@@ -2,12 +2,12 @@
 //
 // Integer layouts: for output o and a group g of inputs that share a scale,
 //   y[o] = sum_g scale[o,g] * (sx[g] * float(sum_i code[o,i] * q[i])) + min[o,g] * (sx[g] * sum_i q[i]),
-// the inner sum exact in int32. A symmetric layout starts it at -zero * sum_i q[i] and has no min. Groups are added front to back, each by one
-// rounded product and one (two with a minimum) multiply-add, whatever the number of rows: that is why batches don't change bits.
-// Float layouts add input by input, front to back, one multiply-add each.
+// the inner sum exact in int32. A symmetric layout starts it at -zero * sum_i q[i] and has no min. Groups are added front to
+// back, each by one rounded product and one (two with a minimum) multiply-add, whatever the number of rows: that is why batches
+// don't change bits. Float layouts add input by input, front to back, one multiply-add each.
 //
-// Registers hold kRows rows of one tile (integer), or kFloatRows rows of two tiles (float), so that a line of weights is loaded and
-// unpacked once for that many rows. Rows are walked in blocks whose quantised form stays in the second-level cache.
+// Registers hold kRows rows of one tile (integer), or kFloatRows rows of two tiles (float), so that a line of weights is loaded
+// and unpacked once for that many rows. Rows are walked in blocks whose quantised form stays in the second-level cache.
 #pragma once
 
 #include <algorithm>
@@ -63,8 +63,9 @@ struct LinearKernel {
     int64_t negative_half_sum;
 
     TRIVIUM_INLINE Rows(const QuantisedRows& rows, int64_t first)
-        : record(rows.data + first * rows.stride), stride(rows.stride), scale(rows.padded(rows.in)), scaled_sum(scale + 4 * rows.groups()),
-          negative_sum(scaled_sum + 4 * rows.groups()), negative_half_sum(negative_sum + 4 * rows.groups()) {}
+        : record(rows.data + first * rows.stride), stride(rows.stride), scale(rows.padded(rows.in)),
+          scaled_sum(scale + 4 * rows.groups()), negative_sum(scaled_sum + 4 * rows.groups()),
+          negative_half_sum(negative_sum + 4 * rows.groups()) {}
 
     template <class T>
     TRIVIUM_INLINE const T* at(int row, int64_t offset) const {
@@ -74,13 +75,15 @@ struct LinearKernel {
 
   template <Layout kLayout>
   TRIVIUM_INLINE static F32 group_scale(const uint8_t* header, int64_t group, int part) {
-    if constexpr (kLayout == Layout::q8_k6) return S::mul(S::load_float16(header), S::load_int8(header + 64 + 16 * (2 * group + part)));
-    else if constexpr (is_blocked(kLayout)) return S::mul(S::load_float16(header), S::load_uint8(header + 64 + 32 * group));
+    const uint8_t* sub_scales = header + 64 + 32 * group;
+    if constexpr (kLayout == Layout::q8_k6) return S::mul(S::load_float16(header), S::load_int8(sub_scales + 16 * part));
+    else if constexpr (is_blocked(kLayout)) return S::mul(S::load_float16(header), S::load_uint8(sub_scales));
     else return S::load_float16(header + 32 * group);
   }
   template <Layout kLayout>
   TRIVIUM_INLINE static F32 group_min(const uint8_t* header, int64_t group) {
-    if constexpr (is_blocked(kLayout)) return S::negate(S::mul(S::load_float16(header + 32), S::load_uint8(header + 80 + 32 * group)));
+    const uint8_t* sub_mins = header + 80 + 32 * group;
+    if constexpr (is_blocked(kLayout)) return S::negate(S::mul(S::load_float16(header + 32), S::load_uint8(sub_mins)));
     else return S::load_float16(header + 32);
   }
 
@@ -122,7 +125,8 @@ struct LinearKernel {
 
   // One group of a tile for R rows; `index` counts groups from the start of the row.
   template <Layout kLayout, int R>
-  TRIVIUM_INLINE static void add_group(const uint8_t* header, const uint8_t* codes, int64_t group, int64_t index, const Rows& x, F32 (&sum)[R]) {
+  TRIVIUM_INLINE static void add_group(const uint8_t* header, const uint8_t* codes, int64_t group, int64_t index, const Rows& x,
+                                       F32 (&sum)[R]) {
     constexpr int kParts = kLayout == Layout::q8_k6 ? 2 : 1;
     constexpr int kQuadCount = static_cast<int>(kQuads) / kParts;
 #pragma GCC unroll 2
@@ -222,10 +226,11 @@ struct LinearKernel {
   }
 
   template <Layout kLayout, int T, int R>
-  static void float_block(const MatrixView& matrix, const Input& input, int64_t row, int64_t out, int64_t end, const Output& output) {
+  static void float_block(const MatrixView& matrix, const Input& input, int64_t row, int64_t out, int64_t end,
+                          const Output& output) {
     F32 sum[T][R];
-    float_tiles<kLayout, T, R>(matrix.data + out / kTile * matrix.tile_bytes, matrix.tile_bytes, matrix.in, input.x + row * input.ldx,
-                               input.ldx, sum);
+    const uint8_t* tile = matrix.data + out / kTile * matrix.tile_bytes;
+    float_tiles<kLayout, T, R>(tile, matrix.tile_bytes, matrix.in, input.x + row * input.ldx, input.ldx, sum);
     for (int t = 0; t < T; ++t) {
       for (int r = 0; r < R; ++r) finish(sum[t][r], output, row + r, out + t * kTile, end - out - t * kTile);
     }
@@ -240,12 +245,18 @@ struct LinearKernel {
       const Range some = {first, std::min(first + block, rows.end)};
       const bool single = some.end - some.begin == 1;
       int64_t out = outs.begin;
-      for (; single && outs.end - out > 3 * kTile; out += 4 * kTile) float_block<kLayout, 4, 1>(matrix, input, first, out, outs.end, output);
+      for (; single && outs.end - out > 3 * kTile; out += 4 * kTile) {
+        float_block<kLayout, 4, 1>(matrix, input, first, out, outs.end, output);
+      }
       for (; outs.end - out > kTile; out += 2 * kTile) {
-        for_rows<S::kFloatRows>(some, [&]<int R>(int64_t row) { float_block<kLayout, 2, R>(matrix, input, row, out, outs.end, output); });
+        for_rows<S::kFloatRows>(some, [&]<int R>(int64_t row) {
+          float_block<kLayout, 2, R>(matrix, input, row, out, outs.end, output);
+        });
       }
       for (; out < outs.end; out += kTile) {
-        for_rows<S::kFloatRows>(some, [&]<int R>(int64_t row) { float_block<kLayout, 1, R>(matrix, input, row, out, outs.end, output); });
+        for_rows<S::kFloatRows>(some, [&]<int R>(int64_t row) {
+          float_block<kLayout, 1, R>(matrix, input, row, out, outs.end, output);
+        });
       }
     }
   }
@@ -267,7 +278,8 @@ struct LinearKernel {
     }
   }
 
-  // The ceiling of the integer kernels: 12 independent chains of dots on registers, `rounds` long. Each dot multiplies 64 pairs.
+  // The ceiling of the integer kernels: 12 independent chains of dots on registers, `rounds` long. Each dot multiplies 64
+  // pairs.
   static int64_t dot_ceiling(int64_t rounds) {
     constexpr int kChains = 12;
     alignas(64) uint8_t bytes[64] = {1};
@@ -287,9 +299,10 @@ struct LinearKernel {
     return lanes[0] != 0.0f ? rounds * kChains : 0;
   }
 
-  // Symmetric, to nearest: scale = largest / 127. A group whose largest magnitude is below 1e-30 counts as zero (its inverse scale
-  // would overflow).
-  static void quantise_group(const float* x, int8_t* q, float& scale, float& scaled_sum, int32_t& negative_sum, int32_t* negative_half_sum) {
+  // Symmetric, to nearest: scale = largest / 127. A group whose largest magnitude is below 1e-30 counts as zero (its inverse
+  // scale would overflow).
+  static void quantise_group(const float* x, int8_t* q, float& scale, float& scaled_sum, int32_t& negative_sum,
+                             int32_t* negative_half_sum) {
     constexpr uint32_t kInfinity = 0x7f800000u;
     const uint32_t bits = S::largest_bits(x);
     const float largest = std::bit_cast<float>(bits);

@@ -8,7 +8,8 @@ namespace trivium::linear {
 
 const LinearKernels& avx2_kernels() {
   using Kernel = LinearKernel<Avx2Simd>;
-  static constexpr LinearKernels table = {Isa::avx2, "avx2", Kernel::quantise_row, Kernel::multiply, Kernel::dot_ceiling};
+  static constexpr LinearKernels table = {
+      Isa::avx2, "avx2", Kernel::quantise_row, Kernel::multiply, Kernel::dot_ceiling};
   return table;
 }
 

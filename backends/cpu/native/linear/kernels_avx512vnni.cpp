@@ -8,7 +8,8 @@ namespace trivium::linear {
 
 const LinearKernels& avx512_vnni_kernels() {
   using Kernel = LinearKernel<Avx512Simd<true>>;
-  static constexpr LinearKernels table = {Isa::avx512_vnni, "avx512_vnni", Kernel::quantise_row, Kernel::multiply, Kernel::dot_ceiling};
+  static constexpr LinearKernels table = {
+      Isa::avx512_vnni, "avx512_vnni", Kernel::quantise_row, Kernel::multiply, Kernel::dot_ceiling};
   return table;
 }
 

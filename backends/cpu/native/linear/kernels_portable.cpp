@@ -8,7 +8,8 @@ namespace trivium::linear {
 
 const LinearKernels& portable_kernels() {
   using Kernel = LinearKernel<PortableSimd>;
-  static constexpr LinearKernels table = {Isa::portable, "portable", Kernel::quantise_row, Kernel::multiply, Kernel::dot_ceiling};
+  static constexpr LinearKernels table = {
+      Isa::portable, "portable", Kernel::quantise_row, Kernel::multiply, Kernel::dot_ceiling};
   return table;
 }
 

@@ -1,12 +1,12 @@
 // Where the bytes of a packed tile are. Shared by packing, unpacking and the kernels.
 //
-// float32, float16: for each input its kTile weights. bfloat16: for each pair of inputs, kTile pairs (even input first), so that the
-// even ones are a shift and the odd ones a mask away from float32.
+// float32, float16: for each input its kTile weights. bfloat16: for each pair of inputs, kTile pairs (even input first), so
+// that the even ones are a shift and the odd ones a mask away from float32.
 //
-// Integer layouts: a tile is a row of chunks, read front to back. A chunk is a header with the scales of its groups, then its groups' codes.
-// Codes of a group lie in quads of 4 consecutive inputs: byte 4 * o + i holds input i of the quad for output o, which is what a
-// 4-way byte dot product accumulates into 16 lanes of int32, and what an AMX int8 tile reads as one row of its B operand. With 4
-// bits a 64-byte line holds two quads: the even one in the low nibbles.
+// Integer layouts: a tile is a row of chunks, read front to back. A chunk is a header with the scales of its groups, then its
+// groups' codes. Codes of a group lie in quads of 4 consecutive inputs: byte 4 * o + i holds input i of the quad for output o,
+// which is what a 4-way byte dot product accumulates into 16 lanes of int32, and what an AMX int8 tile reads as one row of its
+// B operand. With 4 bits a 64-byte line holds two quads: the even one in the low nibbles.
 //
 // Headers (kTile entries each):
 //   s    float16 scale[2 groups]

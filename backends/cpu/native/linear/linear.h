@@ -1,9 +1,9 @@
 // Linear layers on the CPU: weights packed once into the order the kernels stream, and y = x W^T on them.
 //
-// Life of a weight: choose_layout -> allocate (from a huge-page Arena) -> pack_tiles (any thread, any tile range) -> MatrixView.
-// A step: quantise_row for inputs of matrices that need it, then multiply for a range of outputs and rows on each thread.
-// Kernels do not allocate, throw or start threads. Within one Isa the bits of an output depend on its weights and its input row
-// only, never on how many rows or outputs are computed with it or how the ranges are split.
+// Life of a weight: choose_layout -> allocate (from a huge-page Arena) -> pack_tiles (any thread, any tile range) ->
+// MatrixView. A step: quantise_row for inputs of matrices that need it, then multiply for a range of outputs and rows on each
+// thread. Kernels do not allocate, throw or start threads. Within one Isa the bits of an output depend on its weights and its
+// input row only, never on how many rows or outputs are computed with it or how the ranges are split.
 #pragma once
 
 #include <cstddef>
@@ -26,8 +26,9 @@ enum class Storage : uint8_t { float32, bfloat16, float16, q4_0, q4_1, q5_0, q5_
 // What the caller asks for.
 enum class Format : uint8_t { float32, bfloat16, float16, int8, int4 };
 
-// What lies in memory. Suffixes: s, float16 scale a group of 32, symmetric; sm, float16 scale and minimum a group of 32; k, 8-bit scale
-// and minimum a group of 32 under two float16 factors a block of 256; k6, signed 8-bit scale a group of 16 under one factor a 256.
+// What lies in memory. Suffixes: s, float16 scale a group of 32, symmetric; sm, float16 scale and minimum a group of 32; k,
+// 8-bit scale and minimum a group of 32 under two float16 factors a block of 256; k6, signed 8-bit scale a group of 16 under
+// one factor a 256.
 enum class Layout : uint8_t { float32, bfloat16, float16, q8_s, q8_sm, q8_k, q8_k6, q4_s, q4_sm, q4_k };
 
 // The layout that holds `storage` in `format`: without loss where that exists, else by rounding.
@@ -41,8 +42,8 @@ int64_t storage_row_bytes(Storage storage, int64_t in);
 
 // ----------------------------------------------------------------------------------------------------------------- memory
 
-// Memory for weights: 64-byte aligned pieces of large anonymous maps, advised for huge pages where the system has them. A piece keeps
-// its map alive. Untouched memory costs nothing. Not thread-safe.
+// Memory for weights: 64-byte aligned pieces of large anonymous maps, advised for huge pages where the system has them. A piece
+// keeps its map alive. Untouched memory costs nothing. Not thread-safe.
 class Arena {
 public:
   explicit Arena(size_t map_bytes = size_t{256} << 20) : map_bytes_(map_bytes) {}
@@ -97,19 +98,22 @@ struct Source {
   int64_t row_bytes = 0;
 };
 
-// Packs outputs [tile_begin * kTile, tile_end * kTile) of `source` (rows beyond `out` become zeros). Threads may pack disjoint ranges at
-// once, so that the thread that will read a tile touches it first. A storage that the layout doesn't hold exactly is rounded to
-// nearest. Throws std::invalid_argument if the layout can't hold it (numbers that are not finite or exceed the range).
+// Packs outputs [tile_begin * kTile, tile_end * kTile) of `source` (rows beyond `out` become zeros). Threads may pack disjoint
+// ranges at once, so that the thread that will read a tile touches it first. A storage that the layout doesn't hold exactly is
+// rounded to nearest. Throws std::invalid_argument if the layout can't hold it (numbers that are not finite or exceed the
+// range).
 void pack_tiles(PackedMatrix& matrix, const Source& source, int64_t tile_begin, int64_t tile_end);
 
-// Decoded output row `row`: out[0, in). Exact: what the packed numbers mean, in float32. For embedding lookups and reading back.
+// Decoded output row `row`: out[0, in). Exact: what the packed numbers mean, in float32. For embedding lookups and reading
+// back.
 void unpack_row(const MatrixView& matrix, int64_t row, float* out);
 
 // ----------------------------------------------------------------------------------------------------------------- inputs
 
-// Input rows as signed 8-bit numbers with a float32 scale for each group of kGroup: x = scale * q, |q| <= 127. A view on caller's memory:
-// rows * row_bytes(in) bytes, aligned to kAlign. One record a row: q[padded], scale[groups], scaled_sum[groups], negative_sum[groups],
-// negative_half_sum[2 * groups]; an odd number of cache lines, so that rows spread over the cache's sets.
+// Input rows as signed 8-bit numbers with a float32 scale for each group of kGroup: x = scale * q, |q| <= 127. A view on
+// caller's memory: rows * row_bytes(in) bytes, aligned to kAlign. One record a row: q[padded], scale[groups],
+// scaled_sum[groups], negative_sum[groups], negative_half_sum[2 * groups]; an odd number of cache lines, so that rows spread
+// over the cache's sets.
 struct QuantisedRows {
   uint8_t* data = nullptr;
   int64_t in = 0;
@@ -131,7 +135,8 @@ struct QuantisedRows {
   int32_t* negative_half_sum(int64_t row) const { return negative_sum(row) + groups(); }  // -sum(q) of each 16
 };
 
-// What multiply reads: `quantised` for layouts that need it, else `x` (row r at x + r * ldx). Matrices of both kinds may share one Input.
+// What multiply reads: `quantised` for layouts that need it, else `x` (row r at x + r * ldx). Matrices of both kinds may share
+// one Input.
 struct Input {
   const float* x = nullptr;
   int64_t ldx = 0;
@@ -158,11 +163,12 @@ struct Range {
 struct LinearKernels {
   Isa isa;
   const char* name;
-  // Quantises x[0, rows.in) into record `row`, padding included. A group with a number that is not finite gets the scale NaN, so that what is
-  // computed from it is NaN too. Cheap (about 0.1 ns a number): with few rows let each thread do it for itself rather than wait.
+  // Quantises x[0, rows.in) into record `row`, padding included. A group with a number that is not finite gets the scale NaN,
+  // so that what is computed from it is NaN too. Cheap (about 0.1 ns a number): with few rows let each thread do it for itself
+  // rather than wait.
   void (*quantise_row)(const float* x, const QuantisedRows& rows, int64_t row);
-  // Computes outputs [outs.begin, outs.end) of rows [rows.begin, rows.end) on the calling thread. outs.begin: a multiple of kTile; outs.end: a
-  // multiple of kTile or matrix.out. Nothing outside these ranges of y is read or written.
+  // Computes outputs [outs.begin, outs.end) of rows [rows.begin, rows.end) on the calling thread. outs.begin: a multiple of
+  // kTile; outs.end: a multiple of kTile or matrix.out. Nothing outside these ranges of y is read or written.
   void (*multiply)(const MatrixView& matrix, const Input& input, Range rows, Range outs, const Output& output);
   // For benchmarks: 4-way dots on registers, 64 multiply-adds each, as fast as they go. Returns how many were done.
   int64_t (*dot_ceiling)(int64_t rounds);

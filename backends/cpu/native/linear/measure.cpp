@@ -79,7 +79,8 @@ std::vector<double> measure_dots(const LinearKernels& kernels, int64_t rounds, i
   return time_repeats(threads, repeats, [&](int) { sink += kernels.dot_ceiling(rounds); });
 }
 
-std::vector<double> measure_multiply(const LinearKernels& kernels, const std::vector<MatrixView>& matrices, int64_t rows, int threads, int repeats) {
+std::vector<double> measure_multiply(const LinearKernels& kernels, const std::vector<MatrixView>& matrices, int64_t rows,
+                                     int threads, int repeats) {
   int64_t most_in = 1, most_out = 1;
   for (const MatrixView& matrix : matrices) {
     most_in = std::max(most_in, matrix.in);

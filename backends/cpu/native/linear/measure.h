@@ -11,7 +11,8 @@ namespace trivium::linear {
 std::vector<double> measure_read(const std::vector<MatrixView>& matrices, int threads, int repeats);
 std::vector<double> measure_dots(const LinearKernels& kernels, int64_t rounds, int threads, int repeats);
 // One pass over all matrices with `rows` inputs, outputs split evenly over the threads, no barrier between matrices.
-std::vector<double> measure_multiply(const LinearKernels& kernels, const std::vector<MatrixView>& matrices, int64_t rows, int threads, int repeats);
+std::vector<double> measure_multiply(const LinearKernels& kernels, const std::vector<MatrixView>& matrices, int64_t rows,
+                                     int threads, int repeats);
 // `count` quantisations of one row of `in` numbers.
 std::vector<double> measure_quantise(const LinearKernels& kernels, int64_t in, int64_t count, int repeats);
 

@@ -24,7 +24,8 @@ using MutableFloats = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::
 using Vector = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Bytes = nb::ndarray<const uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
-constexpr const char* kStorages[] = {"float32", "bfloat16", "float16", "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q5_k", "q6_k"};
+constexpr const char* kStorages[] = {"float32", "bfloat16", "float16", "q4_0", "q4_1", "q5_0",
+                                     "q5_1",    "q8_0",     "q4_k",    "q5_k", "q6_k"};
 constexpr const char* kFormats[] = {"float32", "bfloat16", "float16", "int8", "int4"};
 constexpr const char* kLayouts[] = {"float32", "bfloat16", "float16", "q8_s", "q8_sm", "q8_k", "q8_k6", "q4_s", "q4_sm", "q4_k"};
 constexpr const char* kIsas[] = {"portable", "avx2", "avx512", "avx512_vnni"};
@@ -71,7 +72,8 @@ struct OwnedRows {
   std::vector<uint8_t> bytes;
   QuantisedRows rows;
 
-  OwnedRows(const LinearKernels& table, const Floats& x) : bytes(x.shape(0) * QuantisedRows::row_bytes(static_cast<int64_t>(x.shape(1))) + kAlign) {
+  OwnedRows(const LinearKernels& table, const Floats& x)
+      : bytes(x.shape(0) * QuantisedRows::row_bytes(static_cast<int64_t>(x.shape(1))) + kAlign) {
     auto start = (reinterpret_cast<uintptr_t>(bytes.data()) + kAlign - 1) / kAlign * kAlign;
     rows = QuantisedRows(reinterpret_cast<void*>(start), static_cast<int64_t>(x.shape(1)));
     for (size_t r = 0; r < x.shape(0); ++r) table.quantise_row(x.data() + r * x.shape(1), rows, static_cast<int64_t>(r));
@@ -97,8 +99,8 @@ nb::dict quantise(const std::string& isa, const Floats& x) {
 }
 
 // Writes outputs [out_begin, out_end) of rows [row_begin, row_end) into y.
-void multiply(const std::string& isa, const PackedMatrix& matrix, const Floats& x, const MutableFloats& y, std::optional<Vector> bias, bool accumulate,
-              std::optional<std::vector<int64_t>> ranges) {
+void multiply(const std::string& isa, const PackedMatrix& matrix, const Floats& x, const MutableFloats& y,
+              std::optional<Vector> bias, bool accumulate, std::optional<std::vector<int64_t>> ranges) {
   const LinearKernels& table = kernels_named(isa);
   const OwnedRows owned(table, x);
   const auto rows = static_cast<int64_t>(x.shape(0));
@@ -125,7 +127,8 @@ void bind_measures(nb::module_& m) {
   m.def("measure_dots", [](const std::string& isa, int64_t rounds, int threads, int repeats) {
     return measure_dots(kernels_named(isa), rounds, threads, repeats);
   }, "Seconds of each repeat of `rounds` * 12 register dots of 64 multiply-adds on each thread.");
-  m.def("measure_multiply", [](const std::string& isa, const std::vector<const PackedMatrix*>& matrices, int64_t rows, int threads, int repeats) {
+  m.def("measure_multiply", [](const std::string& isa, const std::vector<const PackedMatrix*>& matrices, int64_t rows,
+                               int threads, int repeats) {
     return measure_multiply(kernels_named(isa), views(matrices), rows, threads, repeats);
   }, "Seconds of each repeat of multiplying all matrices with `rows` inputs.");
   m.def("measure_quantise", [](const std::string& isa, int64_t in, int64_t count, int repeats) {
@@ -153,8 +156,9 @@ void bind_linear(nb::module_& m) {
   m.def("pack", &pack, nb::arg("arena"), nb::arg("format"), nb::arg("storage"), nb::arg("in"), nb::arg("rows"),
         "Packs rows uint8[out, bytes a row] of a storage format.");
   m.def("quantise", &quantise, nb::arg("isa"), nb::arg("x"), "The record of each row of float32[rows, in] as arrays.");
-  m.def("multiply", &multiply, nb::arg("isa"), nb::arg("matrix"), nb::arg("x"), nb::arg("y"), nb::arg("bias").none() = nb::none(), nb::arg("accumulate") = false,
-        nb::arg("ranges").none() = nb::none(), "y (+)= x W^T (+ bias) for ranges (row begin, row end, out begin, out end).");
+  m.def("multiply", &multiply, nb::arg("isa"), nb::arg("matrix"), nb::arg("x"), nb::arg("y"),
+        nb::arg("bias").none() = nb::none(), nb::arg("accumulate") = false, nb::arg("ranges").none() = nb::none(),
+        "y (+)= x W^T (+ bias) for ranges (row begin, row end, out begin, out end).");
   bind_measures(m);
 }
 

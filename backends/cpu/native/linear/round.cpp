@@ -54,8 +54,8 @@ float squared_error(const float* x, float scale, const Codes& codes) {
   return ((sums[0] + sums[4]) + (sums[1] + sums[5])) + ((sums[2] + sums[6]) + (sums[3] + sums[7]));
 }
 
-// 4 bits: of a few scales about extreme / -8 (the extreme takes the code that has no mirror image) the one with the least squared error,
-// measured with the scale as float16 will hold it.
+// 4 bits: of a few scales about extreme / -8 (the extreme takes the code that has no mirror image) the one with the least
+// squared error, measured with the scale as float16 will hold it.
 uint16_t best_scale(const float* x, float most, Codes& best_codes) {
   constexpr float kDivisors[] = {-8.0f, -7.0f, -7.5f, -8.5f, -9.0f, 7.5f, 8.0f};
   uint16_t best = 0;

@@ -77,7 +77,9 @@ struct Avx2Simd {
     const __m256 sign = _mm256_set1_ps(-0.0f);
     return {_mm256_xor_ps(x.a, sign), _mm256_xor_ps(x.b, sign)};
   }
-  static F32 mul_add(const F32& x, const F32& y, const F32& z) { return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)}; }
+  static F32 mul_add(const F32& x, const F32& y, const F32& z) {
+    return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)};
+  }
 
   static uint32_t largest_bits(const float* x) {
     const __m256i mask = _mm256_set1_epi32(0x7fffffff);
@@ -112,7 +114,9 @@ private:
     std::memcpy(&quad, x, 4);
     return _mm256_set1_epi32(quad);
   }
-  static __m256i add_pairs(__m256i sum, __m256i pairs) { return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1))); }
+  static __m256i add_pairs(__m256i sum, __m256i pairs) {
+    return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+  }
   static int32_t sum_lanes(__m256i v) {
     __m128i s = _mm_add_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
     s = _mm_add_epi32(s, _mm_shuffle_epi32(s, 0x4e));

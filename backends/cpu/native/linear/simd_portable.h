@@ -28,7 +28,11 @@ struct PortableSimd {
   static I32 splat_shifted(const int32_t* p) { const int32_t v = *p * (1 << kShift); return each<I32>([=](int) { return v; }); }
 
   // Codes below 128 times signed activations.
-  static Codes load_codes(const uint8_t* p) { Codes c; for (int i = 0; i < 64; ++i) c.byte[i] = static_cast<int8_t>(p[i]); return c; }
+  static Codes load_codes(const uint8_t* p) {
+    Codes c;
+    for (int i = 0; i < 64; ++i) c.byte[i] = static_cast<int8_t>(p[i]);
+    return c;
+  }
   static void load_nibbles(const uint8_t* p, Codes& low, Codes& high) {
     for (int i = 0; i < 64; ++i) {
       low.byte[i] = static_cast<int8_t>(p[i] & 15);
@@ -70,7 +74,9 @@ struct PortableSimd {
   static F32 add(const F32& a, const F32& b) { return each<F32>([&](int i) { return a.lane[i] + b.lane[i]; }); }
   static F32 mul(const F32& a, const F32& b) { return each<F32>([&](int i) { return a.lane[i] * b.lane[i]; }); }
   static F32 negate(const F32& a) { return each<F32>([&](int i) { return -a.lane[i]; }); }
-  static F32 mul_add(const F32& a, const F32& b, const F32& c) { return each<F32>([&](int i) { return a.lane[i] * b.lane[i] + c.lane[i]; }); }
+  static F32 mul_add(const F32& a, const F32& b, const F32& c) {
+    return each<F32>([&](int i) { return a.lane[i] * b.lane[i] + c.lane[i]; });
+  }
 
   // Quantises 32 numbers; see kernel.h.
   static uint32_t largest_bits(const float* x) {
