@@ -44,9 +44,21 @@ def philox(counter: list[int], key: list[int], bits: int = 32) -> list[int]:
     return [c0, c1, c2, c3]
 
 
-def uniform(seed: int, position: int) -> float:
-    first = philox([position & 0xFFFFFFFF, position >> 32, 0, 0], [seed & 0xFFFFFFFF, seed >> 32])[0]
-    return (first >> 8) / (1 << 24)
+def uniform(seed: int, position: int) -> int:
+    return philox([position & 0xFFFFFFFF, position >> 32, 0, 0], [seed & 0xFFFFFFFF, seed >> 32])[0] >> 1
+
+
+def weight(d: float) -> tuple[float, int]:
+    """exp(d) by the published sequence of float32 operations, and its integer weight."""
+    if d <= -28:
+        return 0.0, 0
+    k = math.floor(f32(f32(d * f32(1.44269504)) + 0.5))
+    r = f32(f32(d - f32(k * 0.693359375)) - f32(k * f32(-2.12194440e-4)))
+    p = f32(1 / 5040)
+    for n in (720, 120, 24, 6, 2, 1, 1):
+        p = f32(f32(p * r) + f32(1 / n))
+    e = math.ldexp(p, k)
+    return e, math.floor(e * 2**40)
 
 
 @dataclass
@@ -86,10 +98,10 @@ def _order(x: list[float]) -> list[int]:
     return sorted(range(len(x)), key=lambda i: (-x[i], i))
 
 
-def sample(row: Row, vocab: int) -> tuple[int, float]:
-    """The id, and how near the decision was: the smallest relative distance of a compared sum to its edge."""
+def sample(row: Row, vocab: int) -> int:
+    """The id that the pipeline chooses."""
     if row.score >= 0:
-        return row.score, INF
+        return row.score
     x = [f32(v) for v in row.logits[:vocab]]
     _penalised(row, x)
     for token, value in row.bias:
@@ -99,32 +111,25 @@ def sample(row: Row, vocab: int) -> tuple[int, float]:
     temperature = f32(row.temperature)
     greedy = _order(x)[0]
     if temperature == 0:
-        return greedy, INF
+        return greedy
     y = [f32(v / temperature) for v in x]
     if math.isinf(max(y)):
-        return greedy, INF
-    return _drawn(row, y)
+        return greedy
+    return _drawn(row, [f32(v - max(y)) for v in y])
 
 
-def _drawn(row: Row, y: list[float]) -> tuple[int, float]:
-    order = _order(y)
+def _drawn(row: Row, d: list[float]) -> int:
+    order = _order(d)
     if row.top_k > 0:
         order = order[: row.top_k]
-    e = [f32(math.exp(f32(y[i] - y[order[0]]))) for i in order]
-    sums, running = [], 0.0
-    for value in e:
-        running += value
-        sums.append(running)
-    margin, keep, top_p, min_p = INF, len(order), f32(row.top_p), f32(row.min_p)
-    if top_p < 1:
-        edge = top_p * sums[-1]
-        keep = next(i for i, s in enumerate(sums) if s >= edge) + 1
-        margin = min(abs(s - edge) / edge for s in sums)
-    keep = min(keep, sum(value >= min_p for value in e))
-    margin = min([margin, *(abs(v - min_p) / min_p for v in e[1:] if min_p > 0)])
-    edge = uniform(row.seed, row.position) * sums[keep - 1]
-    chosen = next(order[i] for i in range(keep) if sums[i] > edge)
-    return chosen, min([margin, *(abs(s - edge) / sums[keep - 1] for s in sums[: keep - 1])])
+    made = {i: weight(d[i]) for i in order}
+    if f32(row.top_p) < 1:
+        target = max(1, sum(w for _, w in made.values()) * math.floor(f32(row.top_p) * 2**31) // 2**31)
+        end = next(n for n in range(1, len(order) + 1) if sum(made[i][1] for i in order[:n]) >= target)
+        order = order[:end]
+    stay = sorted(i for i in order if made[i][0] >= f32(row.min_p))
+    target = sum(made[i][1] for i in stay) * uniform(row.seed, row.position) // 2**31
+    return next(i for n, i in enumerate(stay) if sum(made[j][1] for j in stay[: n + 1]) > target)
 
 
 def logprobs(row: Row, vocab: int) -> tuple[list[float], list[int]]:

@@ -48,12 +48,12 @@ def test_a_draw_depends_on_seed_and_position_alone(seed, position):
     rows = uniform(np.array([1, seed, seed], np.uint64), np.array([5, position, 3], np.int64))
     assert rows[1] == oracle.uniform(seed, position)
     assert rows[0] == oracle.uniform(1, 5)
-    assert 0 <= rows[1] < 1
+    assert 0 <= rows[1] < 2**31
 
 
 def test_draws_are_uniform():
     u = uniform(np.full(1 << 14, 12345, np.uint64), np.arange(1 << 14))
-    observed = np.histogram(u, 64, (0, 1))[0]
+    observed = np.histogram(u, 64, (0, 2**31))[0]
     assert ((observed - 256) ** 2 / 256).sum() < 120  # chi square, 63 degrees of freedom: p = 2e-5
 
 
@@ -90,8 +90,8 @@ def test_the_pipeline_equals_plain_python(seed, vocab, coarse):
     rows = oracle.random_rows(np.random.default_rng(seed), vocab, 3, grid=0.5 if coarse else 2.0**-10)
     want = [oracle.sample(row, vocab) for row in rows]
     got = sample(*oracle.to_arrays(rows, -1), vocab_size=vocab)
-    for row, (token, margin), mine in zip(rows, want, got.ids.tolist(), strict=True):
-        assert mine == token or margin < 1e-6, row
+    for row, token, mine in zip(rows, want, got.ids.tolist(), strict=True):
+        assert mine == token, row
 
 
 def test_a_row_gives_the_same_id_in_any_batch():
@@ -144,8 +144,7 @@ def test_every_generated_case_agrees_with_plain_python():
         vocab = case.attrs["vocab_size"]
         got = sample(*case.args, **case.attrs)
         for row, mine in zip(oracle.from_arrays(logits, inputs), got.ids.tolist(), strict=True):
-            token, margin = oracle.sample(row, vocab)
-            assert mine == token or margin < 1e-6
+            assert mine == oracle.sample(row, vocab)
 
 
 @pytest.mark.faults

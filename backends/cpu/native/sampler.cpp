@@ -1,6 +1,7 @@
 #include "sampler.h"
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -8,8 +9,9 @@
 namespace trivium {
 namespace {
 
-// Below this exp(y) < 2^-53: such a term leaves a float64 sum that is >= 1 exactly as it was.
-constexpr float kVanishing = -37.0f;
+// exp(-28) * 2^40 < 1: such a candidate has the weight 0.
+constexpr float kVanishing = -28.0f;
+constexpr int kFractionBits = 31;
 // So many candidates are brought into order at a time; most draws end among the first.
 constexpr int64_t kSorted = 512;
 
@@ -52,19 +54,35 @@ int64_t argmax(const Kernels& kernels, const float* x, int64_t n) {
   return std::max<int64_t>(0, std::find(x, x + n, peak) - x) % n;
 }
 
+// exp(d) for -28 < d <= 0 by the published sequence of float32 operations (ops/sample.py, exp_weights): this file is built
+// without contraction, so each product and each sum is rounded by itself.
+inline float exp_fixed(float d) {
+  const float k = std::floor(d * 1.44269504f + 0.5f);
+  const float r = (d - k * 0.693359375f) - k * -2.12194440e-4f;
+  float p = 1.0f / 5040;
+  for (const float coefficient : {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f}) p = p * r + coefficient;
+  return p * std::bit_cast<float>((static_cast<int32_t>(k) + 127) << 23);
+}
+
+inline int64_t weight(float e) { return static_cast<int64_t>(e * 0x1p40f); }
+
+// floor(total * fraction / 2^31) for total < 2^62, fraction <= 2^31.
+int64_t part(int64_t total, int64_t fraction) {
+  const int64_t low = total & ((int64_t{1} << kFractionBits) - 1);
+  return (total >> kFractionBits) * fraction + (low * fraction >> kFractionBits);
+}
+
 // What one thread needs for a row.
 struct Scratch {
   float* edited;    // logits after penalties, bias and mask
   float* y;         // those over the temperature
   uint64_t* keys;
-  double* sums;
 
-  static size_t bytes(int64_t vocab) { return static_cast<size_t>(vocab + 16) * (2 * sizeof(float) + sizeof(uint64_t) + sizeof(double)); }
+  static size_t bytes(int64_t vocab) { return static_cast<size_t>(vocab + 16) * (2 * sizeof(float) + sizeof(uint64_t)); }
   Scratch(void* memory, int64_t vocab) {
     const int64_t padded = vocab + 16;
     keys = static_cast<uint64_t*>(memory);
-    sums = reinterpret_cast<double*>(keys + padded);
-    edited = reinterpret_cast<float*>(sums + padded);
+    edited = reinterpret_cast<float*>(keys + padded);
     y = edited + padded;
   }
 };
@@ -97,58 +115,54 @@ const float* adjust(const float* x, int64_t row, const SampleArrays& in, int64_t
   return edited;
 }
 
+// The last key, in order, that top_k and top_p let stay.
+uint64_t last_key(const float* d, int64_t vocab, int64_t top_k, float top_p, uint64_t* keys) {
+  int64_t count = 0;
+  for (int64_t i = 0; i < vocab; ++i) {
+    keys[count] = sort_key(d[i], i);
+    count += d[i] > kVanishing;
+  }
+  if (top_k > 0 && top_k < count) {
+    std::nth_element(keys, keys + top_k, keys + count);
+    count = top_k;
+  }
+  if (top_p >= 1) return *std::max_element(keys, keys + count);
+  int64_t total = 0;
+  for (int64_t i = 0; i < count; ++i) total += weight(exp_fixed(d[id_of(keys[i])]));
+  const int64_t target = std::max<int64_t>(part(total, static_cast<int64_t>(top_p * 0x1p31f)), 1);
+  LazyOrder order(keys, count);
+  int64_t last = 0, sum = 0;
+  for (int64_t end = 0; end < count && sum < target; ++end) {
+    last = order.at(end);
+    sum += weight(exp_fixed(d[last]));
+  }
+  return sort_key(d[last], last);
+}
+
 // Stages 6 to 10 of a row with a temperature.
 int64_t draw_from(const Kernels& kernels, const float* x, int64_t row, const SampleArrays& in, int64_t vocab, const Scratch& scratch) {
   const float temperature = in.temperature[row], top_p = in.top_p[row], min_p = in.min_p[row];
-  for (int64_t i = 0; i < vocab; ++i) scratch.y[i] = x[i] / temperature;
-  const float peak = kernels.max(scratch.y, vocab);
+  float* d = scratch.y;
+  for (int64_t i = 0; i < vocab; ++i) d[i] = x[i] / temperature;
+  const float peak = kernels.max(d, vocab);
   if (!std::isfinite(peak)) return argmax(kernels, x, vocab);
-  const float floor = top_p >= 1 && min_p > 0 ? std::max(std::log(min_p) - 1, kVanishing) : kVanishing;
-  int64_t count = 0;
+  for (int64_t i = 0; i < vocab; ++i) d[i] -= peak;
+  const bool all = in.top_k[row] <= 0 && top_p >= 1;
+  const uint64_t last = all ? std::numeric_limits<uint64_t>::max() : last_key(d, vocab, in.top_k[row], top_p, scratch.keys);
+  // The keys are no longer needed: their place takes the weights of those that stay, 0 for the others.
+  int64_t* weights = reinterpret_cast<int64_t*>(scratch.keys);
+  int64_t total = 0;
   for (int64_t i = 0; i < vocab; ++i) {
-    const float y = scratch.y[i] - peak;
-    scratch.y[i] = y;
-    scratch.keys[count] = sort_key(y, i);
-    count += y > floor;
+    const float e = exp_fixed(std::max(d[i], kVanishing));
+    const bool stays = d[i] > kVanishing && e >= min_p && (all || sort_key(d[i], i) <= last);
+    weights[i] = stays ? weight(e) : 0;
+    total += weights[i];
   }
-  if (in.top_k[row] > 0 && in.top_k[row] < count) {
-    std::nth_element(scratch.keys, scratch.keys + in.top_k[row], scratch.keys + count);
-    count = in.top_k[row];
+  const int64_t target = part(total, uniform(in.seed[row], in.position[row]));
+  int64_t id = 0;
+  for (int64_t sum = weights[0]; sum <= target; sum += weights[++id]) {
   }
-  kernels.exp(scratch.y, scratch.y, vocab);
-  LazyOrder order(scratch.keys, count);
-  // The sum of all in order, where the pipeline needs it. Beyond kSorted candidates the order within the sum is left open: it moves a
-  // float64 sum by less than the last bit of one exp does.
-  double limit = std::numeric_limits<double>::infinity();
-  if (top_p < 1) {
-    double all = 0;
-    if (count <= kSorted) order.at(count - 1);
-    for (int64_t i = 0; i < count; ++i) all += scratch.y[id_of(scratch.keys[i])];
-    limit = static_cast<double>(top_p) * all;
-  }
-  const double u = uniform(in.seed[row], in.position[row]);
-  int64_t end = 0;
-  double sum = 0;
-  if (top_p >= 1 && min_p <= 0 && count > kSorted) {
-    // Everything stays: the total needs no order, and only the part up to the draw is sorted.
-    double all = 0;
-    for (int64_t i = 0; i < count; ++i) all += scratch.y[id_of(scratch.keys[i])];
-    for (int64_t i = 0; i < count; ++i) {
-      const int64_t id = order.at(i);
-      sum += scratch.y[id];
-      if (sum > u * all) return id;
-    }
-    return order.at(count - 1);
-  }
-  while (end < count) {
-    const float e = scratch.y[order.at(end)];
-    if (e < min_p) break;
-    sum += e;
-    scratch.sums[end++] = sum;
-    if (sum >= limit) break;
-  }
-  const double target = u * scratch.sums[end - 1];
-  return order.at(std::upper_bound(scratch.sums, scratch.sums + end, target) - scratch.sums);
+  return id;
 }
 
 // Logprobs, rank and alternatives of a chosen id, from raw logits.
@@ -176,7 +190,7 @@ void report(const Kernels& kernels, const float* x, int64_t row, int64_t chosen,
 
 }  // namespace
 
-double uniform(uint64_t seed, int64_t position) {
+int64_t uniform(uint64_t seed, int64_t position) {
   const uint64_t at = static_cast<uint64_t>(position);
   uint32_t c[4] = {static_cast<uint32_t>(at), static_cast<uint32_t>(at >> 32), 0, 0};
   uint32_t k0 = static_cast<uint32_t>(seed), k1 = static_cast<uint32_t>(seed >> 32);
@@ -188,7 +202,7 @@ double uniform(uint64_t seed, int64_t position) {
     k0 += 0x9E3779B9u;
     k1 += 0xBB67AE85u;
   }
-  return static_cast<double>(c[0] >> 8) * 0x1p-24;
+  return static_cast<int64_t>(c[0] >> 1);
 }
 
 void Sampler::reserve(ThreadPool& pool, int64_t vocab_size) { pool.reserve_scratch(Scratch::bytes(vocab_size)); }

@@ -34,8 +34,8 @@ struct SampledArrays {
   int64_t alternatives = 0;
 };
 
-// The draw for a token: a multiple of 2^-24 in [0, 1), from Philox4x32-10 keyed by the seed at the position.
-double uniform(uint64_t seed, int64_t position);
+// The draw for a token: 31 bits, from Philox4x32-10 keyed by the seed at the position.
+int64_t uniform(uint64_t seed, int64_t position);
 
 class Sampler {
 public:

@@ -15,8 +15,11 @@ U32 = npt.NDArray[np.uint32]
 _MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
 _WEYL = np.array([0x9E3779B9, 0xBB67AE85], np.uint32)
 _SHIFT, _LOW = np.uint64(32), np.uint64(0xFFFFFFFF)
-# Below this exp(y) < 2**-53: such a term leaves a float64 sum that is >= 1 exactly as it was, so it need not be sorted.
-_VANISHING = np.float32(-37.0)
+_LOG2E, _LN2_HIGH, _LN2_LOW = np.float32(1.44269504), np.float32(0.693359375), np.float32(-2.12194440e-4)
+_EXP_SERIES = tuple(np.float32(1 / n) for n in (5040, 720, 120, 24, 6, 2, 1, 1))
+# exp(-28) * 2**40 < 1: such a candidate has the weight 0.
+_VANISHING = np.float32(-28)
+_FRACTION_BITS = 31
 
 
 def philox4x32(counter: U32, key: U32) -> U32:
@@ -38,15 +41,36 @@ def _halves(x: U64) -> tuple[U32, U32]:
     return (x & _LOW).astype(np.uint32), (x >> _SHIFT).astype(np.uint32)
 
 
-def uniform(seed: U64, position: I64) -> npt.NDArray[np.float64]:
-    """The draw for a token: float64[R] in [0, 1), multiples of 2**-24, from seed uint64[R] and position int64[R] alone.
+def uniform(seed: U64, position: I64) -> I64:
+    """The draw for a token: int64[R] in [0, 2**31), from seed uint64[R] and position int64[R] alone.
 
-    Philox key = (seed low, seed high), counter = (position low, position high, 0, 0), u = (first word >> 8) * 2**-24.
+    Philox key = (seed low, seed high), counter = (position low, position high, 0, 0), u = first word >> 1.
     """
     low, high = _halves(position.astype(np.uint64))
     zero = np.zeros_like(low)
     words = philox4x32(np.stack([low, high, zero, zero], axis=-1), np.stack(_halves(seed.astype(np.uint64)), axis=-1))
-    return (words[..., 0] >> np.uint32(8)).astype(np.float64) * 2.0**-24
+    return (words[..., 0] >> np.uint32(1)).astype(np.int64)
+
+
+def exp_weights(d: F32) -> tuple[F32, I64]:
+    """(e, w) of d float32[n], -28 < d <= 0: e = exp(d) as float32 by a fixed sequence of float32 operations, w = floor(e * 2**40).
+
+    k = floor(d * 1.44269504 + 0.5); r = (d - k * 0.693359375) - k * -2.12194440e-4; p = the series of exp(r) to degree 7 by
+    Horner's rule from the highest coefficient, p = p * r + 1/n!; e = p * 2**k. Each product and each sum is rounded to float32 by
+    itself (the two-part reduction is Cody and Waite's). Within 2 units in the last place of exp.
+    """
+    k = np.floor(d * _LOG2E + np.float32(0.5))
+    r = (d - k * _LN2_HIGH) - k * _LN2_LOW
+    p = np.full_like(r, _EXP_SERIES[0])
+    for coefficient in _EXP_SERIES[1:]:
+        p = p * r + coefficient
+    e = np.ldexp(p, k.astype(np.int32))
+    return e, np.ldexp(e, 40).astype(np.int64)
+
+
+def _part(total: int, fraction: int) -> int:
+    """floor(total * fraction / 2**31); a 64-bit integer holds every step if it is computed in two halves."""
+    return (total * fraction) >> _FRACTION_BITS
 
 
 def derive_seed(seed: int, index: int) -> int:
@@ -113,22 +137,27 @@ def largest(values: F32, k: int) -> npt.NDArray[np.intp]:
     return (np.sort(_sort_keys(values[ids], ids)) & _LOW).astype(np.intp)
 
 
-def _draw(x: F32, temperature: np.float32, top_k: int, top_p: np.float32, min_p: np.float32, u: np.float64) -> int:
+def _draw(x: F32, temperature: np.float32, top_k: int, top_p: np.float32, min_p: np.float32, u: int) -> int:
     """Stages 6 to 10 for one row x[vocab] with temperature > 0."""
     with np.errstate(over="ignore"):
         y = x / temperature
     peak = y.max()
     if not np.isfinite(peak):
         return int(x.argmax())
-    y -= peak
-    floor = np.log(min_p) - 1 if top_p >= 1 and min_p > 0 else _VANISHING
-    kept = np.flatnonzero(y > max(floor, _VANISHING))
-    order = kept[largest(y[kept], top_k or len(kept))]
-    weights = np.exp(y[order])
-    total = np.cumsum(weights, dtype=np.float64)
-    end = len(order) if top_p >= 1 else int(np.searchsorted(total, np.float64(top_p) * total[-1])) + 1
-    end = min(end, int(np.count_nonzero(weights >= min_p)))
-    return int(order[np.searchsorted(total[:end], u * total[end - 1], side="right")])
+    d = y - peak
+    kept = np.flatnonzero(d > _VANISHING)
+    d = d[kept]
+    e, weights = exp_weights(d)
+    if 0 < top_k < len(kept) or top_p < 1:
+        order = largest(d, top_k or len(kept))
+        if top_p < 1:
+            sums = np.cumsum(weights[order])
+            target = max(_part(int(sums[-1]), int(top_p * np.float32(2**_FRACTION_BITS))), 1)
+            order = order[: int(np.searchsorted(sums, target)) + 1]
+        order.sort()
+        kept, e, weights = kept[order], e[order], weights[order]
+    sums = np.cumsum(np.where(e >= min_p, weights, 0))
+    return int(kept[np.searchsorted(sums, _part(int(sums[-1]), u), side="right")])
 
 
 def _report(logits: F32, ids: I32, k: int) -> Sampled:
@@ -189,15 +218,16 @@ def sample(logits: F32, inputs: SampleInputs, *, vocab_size: int) -> Sampled:
     3. For each (id, bias): x = x + bias, float32 (-inf bans).
     4. If there is a mask: x = -inf where its bit is 0.
     5. If score_ids >= 0 that is the id. If temperature is 0 the id is the first in order: stages 6 to 10 don't take place.
-    6. y = x / temperature, float32; m = max(y). If m is infinite, the id is chosen as in 5 (from x).
-    7. If top_k > 0, only the first top_k in order of y stay (all, if there are fewer).
-    8. e = exp(y - m), float32, of those that stay, in order, so e[0] = 1; c = cumulative sums of e, float64, strictly one after
-       the other. If top_p < 1, only the shortest prefix with c[last] >= top_p * c[end] stays; the product is float64 of the
-       float32 top_p.
-    9. Only those with e >= min_p (float32) stay; they are a prefix too.
-    10. u = uniform(seed, position), see there. The id is the first in order with c > u * c[last that stays], float64.
+    6. y = x / temperature, float32; m = max(y). If m is infinite, the id is chosen as in 5 (from x). d = y - m, float32. Ids with
+       d <= -28 are gone. (e, w) = exp_weights(d), see there: from here on all sums are of int64, so no order of adding matters.
+    7. If top_k > 0, only the first top_k in order of d stay (all, if there are fewer).
+    8. If top_p < 1: with W = sum of the w that stay and T = max(1, part(W, floor(top_p * 2**31))), only the shortest prefix in
+       order of d whose w add up to at least T stays. part(a, f) = floor(a * f / 2**31).
+    9. Only those with e >= min_p (float32) stay.
+    10. With W = sum of the w that stay now and u = uniform(seed, position), the id is the first, ids ascending, at which the sum
+        of the w that stay exceeds part(W, u).
 
-    exp may differ in its last bit between implementations; that can change an id only where a sum lies that near to an edge.
+    Nothing here depends on a library's exp or on the order of a sum: two backends that were given the same logits give the same ids.
     """
     x = np.asarray(logits[:, :vocab_size], np.float32)
     edited = adjust(x, inputs)
@@ -207,6 +237,6 @@ def sample(logits: F32, inputs: SampleInputs, *, vocab_size: int) -> Sampled:
         u = uniform(inputs.seed[drawn], inputs.position[drawn])
         for row, chance in zip(drawn, u, strict=True):
             filters = inputs.temperature[row], int(inputs.top_k[row]), inputs.top_p[row], inputs.min_p[row]
-            ids[row] = _draw(edited[row], *filters, chance)
+            ids[row] = _draw(edited[row], *filters, int(chance))
     ids = np.where(inputs.score_ids >= 0, inputs.score_ids, ids)
     return Sampled(ids) if inputs.top_logprobs < 0 else _report(x, ids, inputs.top_logprobs)
