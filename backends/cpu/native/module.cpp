@@ -40,11 +40,11 @@ linear::PackedMatrix pack(Runtime& runtime, const std::string& format, const std
   linear::PackedMatrix matrix(runtime.arena, layout, static_cast<int64_t>(rows.shape(0)), in);
   nb::gil_scoped_release release;
   constexpr int64_t kTilesAtATime = 16;
-  Counter counter;
+  Shares shares(runtime.pool->threads());
   std::mutex lock;
   std::string fault;
   runtime.pool->run([&](Worker& worker) {
-    worker.share(counter, (matrix.tiles() + kTilesAtATime - 1) / kTilesAtATime, [&](int64_t i) {
+    worker.share(shares, (matrix.tiles() + kTilesAtATime - 1) / kTilesAtATime, [&](int64_t i) {
       try {
         linear::pack_tiles(matrix, source, i * kTilesAtATime, std::min((i + 1) * kTilesAtATime, matrix.tiles()));
       } catch (const std::exception& e) {
@@ -60,9 +60,9 @@ linear::PackedMatrix pack(Runtime& runtime, const std::string& format, const std
 FloatArray unpack(Runtime& runtime, const linear::PackedMatrix& matrix) {
   const linear::MatrixView& view = matrix.view();
   FloatArray out = new_array<float>({static_cast<size_t>(view.out), static_cast<size_t>(view.in)});
-  Counter counter;
+  Shares shares(runtime.pool->threads());
   runtime.pool->run([&](Worker& worker) {
-    worker.share(counter, view.out, [&](int64_t row) { linear::unpack_row(view, row, out.data() + row * view.in); });
+    worker.share(shares, view.out, [&](int64_t row) { linear::unpack_row(view, row, out.data() + row * view.in); });
   });
   return out;
 }

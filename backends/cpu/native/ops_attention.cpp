@@ -29,7 +29,7 @@ void RopeWrite::run(const Step& step, Worker& worker) {
   const float* rows = table.present() ? step.floats(table) : nullptr;
   const int64_t* slots = step.slot_mapping + layer_.group * step.tokens;
   float* key = static_cast<float*>(worker.scratch());
-  share_rows(worker, counters[0], tokens * kv_heads, row_grain(2 * dim * (group + 2)), [&](int64_t i) {
+  share_rows(worker, shares[0], tokens * kv_heads, row_grain(2 * dim * (group + 2)), [&](int64_t i) {
     const int64_t t = i / kv_heads, head = i % kv_heads;
     const float* row = rows == nullptr ? nullptr : rows + t * 2 * half;
     for (int64_t g = 0; g < group; ++g) {
@@ -141,7 +141,7 @@ void Attention::run_whole(const Step& step, Worker& worker, int64_t items) {
   float* q = static_cast<float*>(worker.scratch());
   float* scores = q + rows * dim;
   const Partial total = partial(scores + rows * kKeyBlock), part = partial(scores + rows * kKeyBlock + partial_numbers());
-  worker.share(counters[0], items, [&](int64_t item) {
+  worker.share(shares[0], items, [&](int64_t item) {
     const Tile tile = find_tile(step, items - 1 - item);  // the longest contexts of a prefill first
     gather_queries(step, tile, q);
     AttentionSpan span = span_of(step, tile, q, scores);
@@ -161,7 +161,7 @@ void Attention::run_spans(const Step& step, Worker& worker, int64_t items, int64
   float* scores = q + rows * dim;
   float* memory = step.floats(partials);
   auto part_of = [&](int64_t item, int64_t span) { return partial(memory + (item * spans + span) * partial_numbers()); };
-  worker.share(counters[0], items * spans, [&](int64_t i) {
+  worker.share(shares[0], items * spans, [&](int64_t i) {
     const Tile tile = find_tile(step, i / spans);
     AttentionSpan span = span_of(step, tile, q, scores);
     span.begin = i % spans * kSpan;
@@ -171,7 +171,7 @@ void Attention::run_spans(const Step& step, Worker& worker, int64_t items, int64
     step.kernels->attend(span, part_of(i / spans, i % spans));
   });
   worker.barrier();
-  worker.share(counters[1], items, [&](int64_t item) {
+  worker.share(shares[1], items, [&](int64_t item) {
     const Tile tile = find_tile(step, item);
     const int64_t first = tile.low / kSpan, last = (tile.high + kSpan - 1) / kSpan;
     const Partial total = part_of(item, first);

@@ -70,7 +70,7 @@ linear::Input Project::prepare(const Step& step, Worker& worker, const Scratch& 
   if (own) {
     for (int64_t r = 0; r < rows; ++r) prepare_row(step, r, worker.index() == 0, made, input.quantised, scratch.row);
   } else {
-    share_rows(worker, counters[0], rows, row_grain(in_), [&](int64_t r) { prepare_row(step, r, true, made, input.quantised, scratch.row); });
+    share_rows(worker, shares[0], rows, row_grain(in_), [&](int64_t r) { prepare_row(step, r, true, made, input.quantised, scratch.row); });
     worker.barrier();
   }
   return input;
@@ -113,7 +113,7 @@ void Project::run(const Step& step, Worker& worker) {
   if (is_gated) tiles = tiles_of(targets[0]);
   const int64_t width = std::clamp<int64_t>(tiles / (4 * worker.threads()), 1, kTilesAtATime);
   const int64_t row_blocks = (rows + kRowsAtATime - 1) / kRowsAtATime;
-  worker.share(counters[1], (tiles + width - 1) / width * row_blocks, [&](int64_t item) {
+  worker.share(shares[1], (tiles + width - 1) / width * row_blocks, [&](int64_t item) {
     const int64_t row = item % row_blocks * kRowsAtATime, tile = item / row_blocks * width;
     const linear::Range some_rows{row, std::min(row + kRowsAtATime, rows)}, some_tiles{tile, std::min(tile + width, tiles)};
     if (is_gated) {

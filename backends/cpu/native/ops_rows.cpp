@@ -13,7 +13,7 @@ void Elementwise::run(const Step& step, Worker& worker) {
   const float* b = b_.present() ? step.floats(b_) : nullptr;
   float* y = step.floats(y_);
   const int64_t total = step.count(count_);
-  worker.share(counters[0], (total + kChunk - 1) / kChunk, [&](int64_t chunk) {
+  worker.share(shares[0], (total + kChunk - 1) / kChunk, [&](int64_t chunk) {
     const int64_t i = chunk * kChunk, n = std::min(kChunk, total - i);
     switch (kind_) {
       case Kind::add: return k.add(a + i, b + i, y + i, n);
@@ -42,7 +42,7 @@ void Norm::run(const Step& step, Worker& worker) {
   const float* other = other_.present() ? step.floats(other_) : nullptr;
   float* sum = other_.present() ? step.floats(sum_) : nullptr;
   float* y = step.floats(y_);
-  share_rows(worker, counters[0], step.count(rows_), row_grain(n_), [&](int64_t r) {
+  share_rows(worker, shares[0], step.count(rows_), row_grain(n_), [&](int64_t r) {
     const float* row = x + r * n_;
     if (other != nullptr) {
       step.kernels->add(row, other + r * n_, sum + r * n_, n_);
@@ -57,7 +57,7 @@ void Embedding::run(const Step& step, Worker& worker) {
   const int32_t* ids = step.ints(ids_);
   float* y = step.floats(y_);
   const int64_t n = table_.in;
-  share_rows(worker, counters[0], step.count(rows_), row_grain(n), [&](int64_t t) {
+  share_rows(worker, shares[0], step.count(rows_), row_grain(n), [&](int64_t t) {
     linear::unpack_row(table_, ids[t], y + t * n);
     if (factor_ != 1) step.kernels->scale(y + t * n, factor_, y + t * n, n);
   });
@@ -67,7 +67,7 @@ void RopeTable::run(const Step& step, Worker& worker) {
   const int32_t* positions = step.ints(positions_);
   const float* inv_freq = step.floats(inv_freq_);
   float* y = step.floats(y_);
-  share_rows(worker, counters[0], step.count(tokens_), 8, [&](int64_t t) {
+  share_rows(worker, shares[0], step.count(tokens_), 8, [&](int64_t t) {
     float* row = y + t * 2 * half_;
     const float position = static_cast<float>(positions[t]);
     for (int64_t i = 0; i < half_; ++i) {
@@ -82,7 +82,7 @@ void Rope::run(const Step& step, Worker& worker) {
   const float* x = step.floats(x_);
   const float* table = step.floats(table_);
   float* y = step.floats(y_);
-  share_rows(worker, counters[0], step.count(tokens_) * heads_, row_grain(dim_), [&](int64_t i) {
+  share_rows(worker, shares[0], step.count(tokens_) * heads_, row_grain(dim_), [&](int64_t i) {
     const float* row = table + i / heads_ * 2 * half_;
     step.kernels->rope(x + i * dim_, row, row + half_, half_, interleaved_, y + i * dim_, dim_);
   });
@@ -91,7 +91,7 @@ void Rope::run(const Step& step, Worker& worker) {
 void CopyColumns::run(const Step& step, Worker& worker) {
   const float* x = step.floats(x_) + x_start_;
   float* y = step.floats(y_) + y_start_;
-  share_rows(worker, counters[0], step.count(rows_), row_grain(n_), [&](int64_t r) {
+  share_rows(worker, shares[0], step.count(rows_), row_grain(n_), [&](int64_t r) {
     std::memcpy(y + r * y_width_, x + r * x_width_, static_cast<size_t>(n_) * sizeof(float));
   });
 }
@@ -100,7 +100,7 @@ void GatherRows::run(const Step& step, Worker& worker) {
   const float* x = step.floats(x_);
   const int32_t* index = step.ints(index_);
   float* y = step.floats(y_);
-  share_rows(worker, counters[0], step.count(count_), row_grain(n_), [&](int64_t r) {
+  share_rows(worker, shares[0], step.count(count_), row_grain(n_), [&](int64_t r) {
     std::memcpy(y + r * n_, x + index[r] * n_, static_cast<size_t>(n_) * sizeof(float));
   });
 }

@@ -121,8 +121,8 @@ private:
 
 // Runs f(i) for i < count, `grain` at a time.
 template <typename F>
-void share_rows(Worker& worker, Counter& counter, int64_t count, int64_t grain, F&& f) {
-  worker.share(counter, (count + grain - 1) / grain, [&](int64_t block) {
+void share_rows(Worker& worker, Shares& shares, int64_t count, int64_t grain, F&& f) {
+  worker.share(shares, (count + grain - 1) / grain, [&](int64_t block) {
     const int64_t end = block * grain + grain < count ? block * grain + grain : count;
     for (int64_t i = block * grain; i < end; ++i) f(i);
   });

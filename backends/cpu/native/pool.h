@@ -11,9 +11,29 @@
 
 namespace trivium {
 
-// A counter of its own cache line, from which threads take work items.
-struct alignas(64) Counter {
-  std::atomic<int64_t> next{0};
+// Work items that threads share out. Each thread has a stretch of them of its own, from which it takes the first that is left, so that
+// it reads memory in order; one that has nothing left helps the others. Counters lie on cache lines of their own.
+class Shares {
+public:
+  explicit Shares(int threads) : counters_(std::make_unique<Counter[]>(static_cast<size_t>(threads))), threads_(threads) {}
+
+  void reset() {
+    for (int i = 0; i < threads_; ++i) counters_[i].next.store(0, std::memory_order_relaxed);
+  }
+  // The next of `owner`'s items among `count`, or -1.
+  int64_t take(int owner, int64_t count) {
+    const int64_t begin = (count * owner + threads_ - 1) / threads_, end = (count * (owner + 1) + threads_ - 1) / threads_;
+    if (begin >= end) return -1;
+    const int64_t i = begin + counters_[owner].next.fetch_add(1, std::memory_order_relaxed);
+    return i < end ? i : -1;
+  }
+
+private:
+  struct alignas(64) Counter {
+    std::atomic<int64_t> next{0};
+  };
+  std::unique_ptr<Counter[]> counters_;
+  int threads_;
 };
 
 class ThreadPool;
@@ -31,18 +51,13 @@ public:
   // been told to reserve as much.
   void* scratch() const { return scratch_; }
 
-  // Runs f(i) for items 0..count-1, shared with the other threads through `counter`, which must be 0 when the run starts. Which thread takes
-  // which item is open, so f's result must not depend on it. No barrier before or after.
+  // Runs f(i) for items 0..count-1, shared with the other threads through `shares`, which must have been reset before the run. Which thread
+  // takes which item is open, so f's result must not depend on it. No barrier before or after.
   template <typename F>
-  void share(Counter& counter, int64_t count, F&& f) {
-    if (threads() == 1) {
-      for (int64_t i = 0; i < count; ++i) f(i);
-      return;
-    }
-    while (true) {
-      const int64_t i = counter.next.fetch_add(1, std::memory_order_relaxed);
-      if (i >= count) return;
-      f(i);
+  void share(Shares& shares, int64_t count, F&& f) {
+    for (int other = 0; other < threads(); ++other) {
+      const int owner = (index_ + other) % threads();
+      for (int64_t i = shares.take(owner, count); i >= 0; i = shares.take(owner, count)) f(i);
     }
   }
 

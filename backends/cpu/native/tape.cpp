@@ -5,7 +5,7 @@
 namespace trivium {
 
 Tape::Tape(std::shared_ptr<ThreadPool> pool, const Kernels& kernels, const linear::LinearKernels& linear, std::shared_ptr<KvPool> kv)
-    : pool_(std::move(pool)), kv_(std::move(kv)), sampler_(kernels) {
+    : pool_(std::move(pool)), kv_(std::move(kv)), sampler_(kernels), sample_shares_(pool_->threads()) {
   step_.kernels = &kernels;
   step_.linear = &linear;
   step_.kv = kv_.get();
@@ -31,6 +31,8 @@ void Tape::grow(int64_t tokens, int64_t rows) {
 void Tape::add(std::unique_ptr<Op> op, const char* name, bool barrier) {
   op->name = name;
   op->barrier = barrier;
+  constexpr int kPhases = 2;
+  for (int i = 0; i < kPhases; ++i) op->shares.emplace_back(pool_->threads());
   pool_->reserve_scratch(op->scratch_bytes());
   ops_.push_back(std::move(op));
   seconds_.push_back(0);
@@ -48,7 +50,7 @@ void Tape::begin(const Step& step) {
 
 void Tape::run_range(int64_t first, int64_t last) {
   for (int64_t i = first; i < last; ++i) {
-    for (Counter& counter : ops_[static_cast<size_t>(i)]->counters) counter.next.store(0, std::memory_order_relaxed);
+    for (Shares& shares : ops_[static_cast<size_t>(i)]->shares) shares.reset();
   }
   using Clock = std::chrono::steady_clock;
   pool_->run([&](Worker& worker) {
@@ -67,9 +69,9 @@ void Tape::run_range(int64_t first, int64_t last) {
 void Tape::sample(const Ref& logits, int64_t width, const SampleArrays& in, int64_t vocab_size, const SampledArrays& out) {
   sampler_.reserve(*pool_, vocab_size);
   const float* x = step_.floats(logits);
-  Counter counter;
+  sample_shares_.reset();
   pool_->run([&](Worker& worker) {
-    worker.share(counter, step_.rows, [&](int64_t row) { sampler_.draw(x + row * width, row, in, vocab_size, out, worker.scratch()); });
+    worker.share(sample_shares_, step_.rows, [&](int64_t row) { sampler_.draw(x + row * width, row, in, vocab_size, out, worker.scratch()); });
   });
 }
 

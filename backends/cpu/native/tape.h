@@ -63,7 +63,7 @@ struct Step {
   }
 };
 
-// One operation. Every thread calls run(); operations share out their work through counters().
+// One operation. Every thread calls run(); operations share out their work through `shares`, one for each phase.
 class Op {
 public:
   virtual ~Op() = default;
@@ -73,7 +73,7 @@ public:
 
   const char* name = "";
   bool barrier = true;  // all threads meet before it, because it depends on what came before
-  std::array<Counter, 2> counters;
+  std::vector<Shares> shares;
 };
 
 // The layer of a PagedKV state: where its keys and values lie in a page, and which block table it uses.
@@ -120,6 +120,7 @@ private:
   std::array<std::unique_ptr<LazyMemory>, 3> memory_;
   Step step_;
   Sampler sampler_;
+  Shares sample_shares_;
   bool profile_ = false;
   std::vector<double> seconds_;
 };

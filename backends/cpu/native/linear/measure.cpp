@@ -1,6 +1,10 @@
 // Timed loops for benchmarks.
 #include "measure.h"
 
+#ifdef __linux__
+#include <sched.h>
+#endif
+
 #include <algorithm>
 #include <atomic>
 #include <barrier>
@@ -14,13 +18,29 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// Runs body(thread) on `threads` threads, `repeats` times.
+// Keeps the calling thread on the thread-th processor it may use: unpinned, a fresh thread often shares a core with its maker.
+void pin(int thread) {
+#ifdef __linux__
+  cpu_set_t allowed, one;
+  if (sched_getaffinity(0, sizeof allowed, &allowed) != 0) return;
+  CPU_ZERO(&one);
+  for (int cpu = 0, seen = 0; cpu < CPU_SETSIZE; ++cpu) {
+    if (CPU_ISSET(cpu, &allowed) && seen++ == thread) CPU_SET(cpu, &one);
+  }
+  if (CPU_COUNT(&one) == 1) sched_setaffinity(0, sizeof one, &one);
+#else
+  (void)thread;
+#endif
+}
+
+// Runs body(thread) on `threads` threads of its own, `repeats` times.
 template <class Body>
 std::vector<double> time_repeats(int threads, int repeats, const Body& body) {
   std::vector<double> seconds;
   std::barrier start(threads);
   std::barrier end(threads);
   const auto work = [&](int thread) {
+    pin(thread);
     for (int i = 0; i < repeats; ++i) {
       start.arrive_and_wait();
       const auto before = Clock::now();
@@ -29,9 +49,9 @@ std::vector<double> time_repeats(int threads, int repeats, const Body& body) {
       if (thread == 0) seconds.push_back(std::chrono::duration<double>(Clock::now() - before).count());
     }
   };
-  std::vector<std::jthread> others;
-  for (int thread = 1; thread < threads; ++thread) others.emplace_back(work, thread);
-  work(0);
+  std::vector<std::jthread> workers;
+  for (int thread = 0; thread < threads; ++thread) workers.emplace_back(work, thread);
+  workers.clear();  // joins
   return seconds;
 }
 
