@@ -3,6 +3,9 @@
 For each resident format: one row (decode) in GB/s of packed weights against a plain read of the same memory; many rows (prefill)
 in 10^12 operations a second against the ceiling of register dot products of the same instruction set. Repeats alternate between
 kernel and ceiling, so that a disturbance hits both; figures are medians, ratios are medians of the ratios of neighbouring repeats.
+Times are processor times of the slowest thread, so that other programs on the machine count as little as they can.
+The output head is left out of prefill, which computes logits for the last row only, and the more rows the fewer layers are run, so
+that kernel and ceiling take about as long.
 
     python benchmarks/cpu_linear.py [--json] [--isa NAME] [--threads N] [--repeats N] [--formats int4:q4_0,...]
 """
@@ -71,19 +74,20 @@ def figure(work: float, seconds: list[float], ceiling: list[float], unit: float)
 def measure(isa: str, format: str, storage: str, threads: int, repeats: int) -> dict[str, Any]:
     matrices = model(format, storage)
     nbytes = sum(m.nbytes for m in matrices)
-    operations = 2 * sum(m.shape[0] * m.shape[1] for m in matrices)
 
     def dots() -> list[float]:
         return linear.measure_dots(isa, DOT_ROUNDS, threads, 1)
 
-    def product(rows: int) -> Any:
-        return lambda: linear.measure_multiply(isa, matrices, rows, threads, 1)
+    def product(some: list[Any], rows: int) -> Any:
+        return lambda: linear.measure_multiply(isa, some, rows, threads, 1)
 
-    seconds, reads = alternate(product(1), lambda: linear.measure_read(matrices, threads, 1), repeats)
+    seconds, reads = alternate(product(matrices, 1), lambda: linear.measure_read(matrices, threads, 1), repeats)
     result: dict[str, Any] = {"format": format, "storage": storage, "megabytes": nbytes / 1e6}
     result["rows_1_gb_s"] = figure(nbytes, seconds, [nbytes / 1e9 / s for s in reads], 1e9)
     for rows in ROWS:
-        seconds, peaks = alternate(product(rows), dots, max(3, repeats // 4))
+        some = matrices[: len(SHAPES) * min(LAYERS, max(2, 8 * LAYERS // rows))]
+        operations = 2 * sum(m.shape[0] * m.shape[1] for m in some)
+        seconds, peaks = alternate(product(some, rows), dots, repeats)
         ceiling = [DOT_OPERATIONS * DOT_ROUNDS * threads / 1e12 / s for s in peaks]
         result[f"rows_{rows}_tops"] = figure(operations * rows, seconds, ceiling, 1e12)
     return result

@@ -8,15 +8,20 @@
 #include <algorithm>
 #include <atomic>
 #include <barrier>
-#include <chrono>
 #include <cmath>
+#include <ctime>
 #include <map>
 #include <thread>
 
 namespace trivium::linear {
 namespace {
 
-using Clock = std::chrono::steady_clock;
+// Processor time of the calling thread, in seconds: without what other programs took meanwhile.
+double thread_seconds() {
+  timespec time{};
+  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
+  return static_cast<double>(time.tv_sec) + 1e-9 * static_cast<double>(time.tv_nsec);
+}
 
 // Keeps the calling thread on the thread-th processor it may use: unpinned, a fresh thread often shares a core with its maker.
 void pin(int thread) {
@@ -36,23 +41,23 @@ void pin(int thread) {
 // Runs body(thread) on `threads` threads of its own, `repeats` times.
 template <class Body>
 std::vector<double> time_repeats(int threads, int repeats, const Body& body) {
-  std::vector<double> seconds;
+  std::vector<std::vector<double>> seconds(static_cast<size_t>(repeats), std::vector<double>(static_cast<size_t>(threads)));
   std::barrier start(threads);
-  std::barrier end(threads);
   const auto work = [&](int thread) {
     pin(thread);
-    for (int i = 0; i < repeats; ++i) {
+    for (auto& repeat : seconds) {
       start.arrive_and_wait();
-      const auto before = Clock::now();
+      const double before = thread_seconds();
       body(thread);
-      end.arrive_and_wait();
-      if (thread == 0) seconds.push_back(std::chrono::duration<double>(Clock::now() - before).count());
+      repeat[static_cast<size_t>(thread)] = thread_seconds() - before;
     }
   };
   std::vector<std::jthread> workers;
   for (int thread = 0; thread < threads; ++thread) workers.emplace_back(work, thread);
   workers.clear();  // joins
-  return seconds;
+  std::vector<double> slowest;
+  for (const auto& repeat : seconds) slowest.push_back(*std::max_element(repeat.begin(), repeat.end()));
+  return slowest;
 }
 
 Range share(const MatrixView& matrix, int thread, int threads) {
