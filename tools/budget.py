@@ -1,4 +1,4 @@
-"""Prints what the design limits (lines of the core, lengths of files and functions, vendor names) and fails where it is exceeded."""
+"""Prints what the design limits (lines of the core, of files and functions, vendor names) and fails where it is exceeded."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ def functions(files: list[Path]) -> Iterator[tuple[str, int]]:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 first = node.body[0]
-                has_doc = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str)
-                doc = (first.end_lineno or 0) - first.lineno + 1 if has_doc else 0
+                doc = (first.end_lineno or 0) - first.lineno + 1 if ast.get_docstring(node, clean=False) is not None else 0
                 yield f"{path.relative_to(ROOT)}:{node.lineno} {node.name}", (node.end_lineno or 0) - node.lineno + 1 - doc
 
 
@@ -36,7 +35,8 @@ def main() -> int:
     faults = [f"{p.relative_to(ROOT)} has {n} lines (at most {FILE_LINES})" for p, n in lines.items() if n > FILE_LINES]
     faults += [f"{place} has {n} lines (at most {FUNCTION_LINES})" for place, n in sizes.items() if n > FUNCTION_LINES]
     for path in sorted(CORE.rglob("*.py")):
-        faults += [f"{path.relative_to(ROOT)}: vendor name in {s.strip()!r}" for s in path.read_text().splitlines() if VENDORS.search(s)]
+        named = [line.strip() for line in path.read_text().splitlines() if VENDORS.search(line)]
+        faults += [f"{path.relative_to(ROOT)}: vendor name in {line!r}" for line in named]
     total = sum(lines[p] for p in core)
     if total > CORE_LINES:
         faults.append(f"the core has {total} lines (at most {CORE_LINES})")

@@ -94,9 +94,7 @@ class FakeExecutable:
             raise
         for g, group in enumerate(self.spec.groups):
             if group.spec.paged:
-                self._cells[batch.slot_mapping[g]] = np.stack(
-                    [np.full(batch.tokens, g), batch.positions, batch.token_ids], axis=1
-                )
+                self._cells[batch.slot_mapping[g]] = np.stack([np.full(batch.tokens, g), batch.positions, batch.token_ids], axis=1)
         rows: dict[int, list[int]] = {int(row): [] for row in batch.sample_rows}
         for s in range(batch.seqs):
             for g, group in enumerate(self.spec.groups):

@@ -25,7 +25,8 @@ def trivium_backend():
 
 def healthy(name: str, *, priority: int = -200, api_version: str = "API_VERSION", probe: str | None = None) -> str:
     """Source of a plugin that is the reference backend under another name; `probe` is the body of its probe()."""
-    return HEALTHY.format(name=name, priority=priority, api_version=api_version, probe=probe or f"return Probe((Device(0, {name!r}),))")
+    probe = probe or f"return Probe((Device(0, {name!r}),))"
+    return HEALTHY.format(name=name, priority=priority, api_version=api_version, probe=probe)
 
 
 def install(site: Path, name: str, source: str, *, distribution: str | None = None) -> Path:

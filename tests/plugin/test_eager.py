@@ -34,8 +34,8 @@ def greedy(rows: int) -> SampleInputs:
     zeros, none = np.zeros(rows, np.float32), np.zeros(rows + 1, np.int32)
     empty, flat = np.zeros(0, np.int32), np.zeros(0, np.float32)
     return SampleInputs(
-        zeros, np.zeros(rows, np.int32), zeros + 1, zeros, np.zeros(rows, np.uint64), np.zeros(rows, np.int64), zeros + 1, zeros, zeros,
-        none, empty, empty, none, empty, flat, np.full(rows, -1, np.int32),
+        zeros, np.zeros(rows, np.int32), zeros + 1, zeros, np.zeros(rows, np.uint64), np.zeros(rows, np.int64), zeros + 1,
+        zeros, zeros, none, empty, empty, none, empty, flat, np.full(rows, -1, np.int32),
     )  # fmt: skip
 
 
@@ -58,7 +58,8 @@ def opened(kernels: Any = None) -> ReferenceSession:
 
 def compiled(session: Session) -> Any:
     weight = np.random.default_rng(3).standard_normal((VOCAB, HIDDEN)).astype(np.float32)
-    return session.compile(program(), {"embed": session.load(Weight("embed", weight.shape, "float32", weight, lambda d: d), "float32")})
+    stored = Weight("embed", weight.shape, "float32", weight, lambda data: data)
+    return session.compile(program(), {"embed": session.load(stored, "float32")})
 
 
 def logits(executable: Any, *args: Any) -> np.ndarray:

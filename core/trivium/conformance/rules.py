@@ -60,10 +60,14 @@ def judge_capabilities(lab: Lab) -> Verdict:
     return Verdict(f"activations {', '.join(can.dtypes)}; KV {', '.join(can.kv_dtypes)}")
 
 
+def _named(probe: Probe) -> list[tuple[int, str]]:
+    return [(d.index, d.name) for d in probe.devices]
+
+
 def judge_probe(lab: Lab) -> Verdict:
     """Twice the same devices."""
     first, second = lab.backend.probe(), lab.backend.probe()
-    if not isinstance(first, Probe) or [d[:2] for d in first.devices] != [d[:2] for d in second.devices]:
+    if not isinstance(first, Probe) or _named(first) != _named(second):
         raise Mismatch(f"two probes differ: {first}, {second}")
     return Verdict(", ".join(f"{d.index}: {d.name}" for d in first.devices))
 

@@ -203,9 +203,7 @@ def _choose_format(
     if options.quantize is not None and not _is_embedding(constant, program):
         if options.quantize not in formats:
             known = ", ".join(formats)
-            raise InvalidRequestError(
-                f"quantize {options.quantize!r} is not a format here; {known} are", param="quantize"
-            )
+            raise InvalidRequestError(f"quantize {options.quantize!r} is not a format here; {known} are", param="quantize")
         return formats[options.quantize]
     if options.dtype != "auto":
         return formats.get(options.dtype, formats["float32"])
@@ -217,11 +215,16 @@ def _is_embedding(constant: Constant, program: Program) -> bool:
 
 
 def _load_weights(session: Session, p: Plan, progress: Callable[[int, int], None] | None) -> dict[str, Any]:
+    """Every constant's handle by name; a tensor that two constants share (a tied head) is made resident once."""
     total = sum(w.nbytes for _, w, _, _ in p.routes if w is not None)
     loaded: dict[str, Any] = {}
+    resident_once: dict[tuple[str, tuple[int, int] | None, str], Any] = {}
     done = 0
     for constant, weight, resident, _ in p.routes:
-        loaded[constant.value.name] = session.load(weight or _as_weight(constant), resident.name)
+        key = (constant.source, constant.rows, resident.name)
+        if key not in resident_once:
+            resident_once[key] = session.load(weight or _as_weight(constant), resident.name)
+        loaded[constant.value.name] = resident_once[key]
         done += weight.nbytes if weight is not None else 0
         if progress is not None:
             progress(done, total)

@@ -227,7 +227,7 @@ def sample(logits: F32, inputs: SampleInputs, *, vocab_size: int) -> Sampled:
     10. With W = sum of the w that stay now and u = uniform(seed, position), the id is the first, ids ascending, at which the sum
         of the w that stay exceeds part(W, u).
 
-    Nothing here depends on a library's exp or on the order of a sum: two backends that were given the same logits give the same ids.
+    Nothing here depends on a library's exp or on the order of a sum: backends that are given the same logits give the same ids.
     """
     x = np.asarray(logits[:, :vocab_size], np.float32)
     edited = adjust(x, inputs)

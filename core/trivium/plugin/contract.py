@@ -26,13 +26,14 @@ Tensor = Any
 """A backend's own tensor type: the core passes such objects around and never looks inside."""
 
 
-class Device(NamedTuple):
+@dataclass(frozen=True)
+class Device:
     """One device: `index` within the backend, a readable `name`, total memory in bytes (0: unknown) and free-form details."""
 
     index: int
     name: str
     memory_bytes: int = 0
-    details: Mapping[str, Any] = {}
+    details: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Probe(NamedTuple):

