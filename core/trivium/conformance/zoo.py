@@ -16,7 +16,7 @@ _SIZES = {
     "head_dim": 16, "vocab_size": 160, "max_position_embeddings": 256, "rope_theta": 10000.0, "rms_norm_eps": 1e-5,
     "sliding_window": None, "tie_word_embeddings": True,
 }  # fmt: skip
-_GEMMA = {"query_pre_attn_scalar": 16, "sliding_window": 20, "hidden_activation": "gelu_pytorch_tanh", "num_hidden_layers": 3}
+_GEMMA = {"query_pre_attn_scalar": 16, "sliding_window": 20, "hidden_activation": "gelu_tanh", "num_hidden_layers": 3}
 _ODD = {"hidden_size": 72, "intermediate_size": 100, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 8}
 _WIDE = {"hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 64}
 _BLOCKS = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1, "head_dim": 64}
