@@ -9,12 +9,14 @@ import sys
 from trivium.conformance import Report, Row
 from trivium.conformance.matrix import render
 
+# The plugin by its module: an installed trivium would offer it a second time, under its entry point's name.
+ENVIRONMENT = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
 PYTEST = [sys.executable, "-m", "pytest", "-p", "trivium.conformance.pytest_plugin", "-p", "no:cacheprovider"]
 
 
 def test_each_check_is_a_test(tmp_path):
     command = [*PYTEST, "--trivium-backend=reference", "-k", "operators or pages", "-v", "--rootdir", str(tmp_path), str(tmp_path)]
-    done = subprocess.run(command, cwd=tmp_path, env=os.environ, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "reference:operators:paged_attention PASSED" in done.stdout
     assert "reference:operators:all_reduce SKIPPED" in done.stdout
@@ -23,7 +25,7 @@ def test_each_check_is_a_test(tmp_path):
 
 def test_an_unknown_backend_stops_the_run(tmp_path):
     command = [*PYTEST, "--trivium-backend=refrence", str(tmp_path)]
-    done = subprocess.run(command, cwd=tmp_path, env=os.environ, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, check=False)
     assert done.returncode != 0 and "reference" in done.stdout + done.stderr
 
 
@@ -33,3 +35,9 @@ def test_the_matrix_has_a_column_for_each_backend():
     page = render([one, two])
     assert "| operators | one | two |\n| --- | --- | --- |\n| add | yes | - |\n| mul | on the host | - |" in page
     assert "| p | FAILS | - |" in page
+
+
+def test_the_plugin_costs_other_test_runs_next_to_nothing():
+    code = "import sys, trivium.conformance.pytest_plugin; print('numpy' in sys.modules, 'trivium.engine' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "False"]

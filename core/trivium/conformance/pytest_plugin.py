@@ -1,4 +1,4 @@
-"""`pytest -p trivium.conformance.pytest_plugin --trivium-backend=NAME`: every check of the kit as a test.
+"""`pytest --trivium-backend=NAME`: every check of the kit as a test.
 
 For a plugin's own continuous integration. Options for Backend.open() are given as --trivium-option KEY=VALUE.
 """
@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from trivium.conformance.kit import collect_checks, open_lab
 from trivium.conformance.report import Check, Mismatch
 from trivium.errors import BackendUnavailableError
 
@@ -39,6 +38,8 @@ def _option(word: str) -> tuple[str, Any]:
 
 
 def _items(session: pytest.Session, name: str, options: dict[str, Any]) -> Iterator[pytest.Item]:
+    from trivium.conformance.kit import collect_checks, open_lab
+
     try:
         lab = open_lab(name, options)
     except BackendUnavailableError as e:
