@@ -289,8 +289,10 @@ struct LinearKernel {
     for (auto& a : acc) a = S::zero();
     for (int64_t i = 0; i < rounds; ++i) {
 #pragma GCC unroll 16
-      for (auto& a : acc) S::dot(a, w, x);
-      asm volatile("" : "+r"(x));  // x may have changed: nothing can be computed ahead
+      for (auto& a : acc) {
+        asm volatile("" : "+r"(x));  // x may have changed: no product can be used twice
+        S::dot(a, w, x);
+      }
     }
     F32 sum = S::zero_float();
     for (auto& a : acc) sum = S::add(sum, S::to_float(a));
