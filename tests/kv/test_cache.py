@@ -57,7 +57,8 @@ def test_a_window_needs_only_its_own_pages(earlier: list[list[int]], prompt: lis
 
     def usable(k: int) -> bool:
         first = max(0, k * PAGE - window + 1) // PAGE
-        return all((kv._key(stream, b), 0) in kept for b in range(k)) and all((kv._key(stream, b), 1) in kept for b in range(first, k))
+        wanted = [(b, 0) for b in range(k)] + [(b, 1) for b in range(first, k)]
+        return all((kv._key(stream, b), g) in kept for b, g in wanted)
 
     assert hit.blocks == max(k for k in range((len(prompt) - 1) // PAGE + 1) if usable(k))
 

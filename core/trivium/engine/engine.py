@@ -262,8 +262,8 @@ class Engine:
 
     def _check_sampled(self, sampled: Sampled, rows: list[RowMap]) -> None:
         want = sum(row.scores + row.sample for row in rows)
-        ids, vocab = sampled.ids, self.model.vocab_size
-        if len(ids) != want or (want and not (ids.min() >= 0 and ids.max() < vocab)):
+        ids, vocab = sampled.ids.tolist(), self.model.vocab_size
+        if len(ids) != want or (want and not (min(ids) >= 0 and max(ids) < vocab)):
             raise BackendError(f"the backend returned {ids!r} for {want} rows of a vocabulary of {vocab}")
 
     def _sampler_rows(self, entries: list[Entry], rows: list[RowMap]) -> list[tuple[SamplerState, int, int]]:
