@@ -7,7 +7,8 @@
 
 namespace trivium::linear {
 
-// Each returns, for every repeat, the processor seconds of the slowest thread; the threads start together, each on a core of its own.
+// Each returns, for every repeat, the processor seconds of the slowest thread. The threads start together, each on a core of its
+// own.
 std::vector<double> measure_read(const std::vector<MatrixView>& matrices, int threads, int repeats);
 std::vector<double> measure_dots(const LinearKernels& kernels, int64_t rounds, int threads, int repeats);
 // One pass over all matrices with `rows` inputs, outputs split evenly over the threads, no barrier between matrices.

@@ -9,7 +9,8 @@
 
 namespace trivium::linear {
 
-// Whole numbers are held as float32: the sums of a group stay below 2^24 and so are exact, and compilers vectorise them on any machine.
+// Whole numbers are held as float32: the sums of a group stay below 2^24 and so are exact, and compilers vectorise them on any
+// machine.
 struct PortableSimd {
   struct F32 { float lane[16]; };
   using I32 = F32;
