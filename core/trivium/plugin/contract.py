@@ -189,7 +189,7 @@ class Session(ABC):
         """Gives everything back. Called once; nothing else is called afterwards."""
 
     def step_state(self, state: int, batch: Batch) -> Any:
-        """(optional) What eager kernels receive for a state of the Program in one step; plugin.EagerExecutable needs it."""
+        """(optional) What kernels receive for a state of the Program in one step; EagerExecutable asks if a kernel takes one."""
         raise UnsupportedError("this backend has no eager state")
 
     def all_reduce(self, tensor: Tensor) -> Tensor:

@@ -47,6 +47,8 @@ class EagerExecutable(Executable):
         self._choices = select_kernels(program, kernels)
         self._last_use = _last_uses(program)
         self._state_of = _state_indices(program)
+        kernels_args = (v for c in self._choices if c.kernel is not None for v in c.call.args)
+        self._taken = {self._state_of[v] for v in kernels_args if v in self._state_of}
         self._sample = max((k for k in kernels if k.op == "sample"), key=lambda k: k.priority, default=None)
         missing = [(c.call.name, _why(c)) for c in self._choices if c.kernel is None]
         announce_fallbacks(backend, missing, strict=strict)
@@ -55,7 +57,7 @@ class EagerExecutable(Executable):
         session, program = self._session, self._program
         env: dict[Value, Any] = dict(self._constants)
         env.update((v, session.put(getattr(batch, v.name))) for v in program.inputs)
-        env.update((s.value, session.step_state(i, batch)) for i, s in enumerate(program.states))
+        env.update((s.value, session.step_state(i, batch) if i in self._taken else None) for i, s in enumerate(program.states))
         for i, choice in enumerate(self._choices):
             self._run_call(choice, env, batch)
             for value in self._last_use.get(i, ()):

@@ -44,6 +44,7 @@ def fetch_state(session: Session, spec: KVSpec, index: int, batch: Batch) -> Hos
     written = slots[slots >= 0] // spec.page_size
     ids = np.unique(np.concatenate([table[table >= 0].astype(np.int64), written]))
     pages = session.export_pages(group, ids.tolist())
+    pages = pages._replace(tensors=tuple(tuple(np.array(t, np.float32) for t in layer) for layer in pages.tensors))
     local = np.where(table >= 0, np.searchsorted(ids, table), -1).astype(np.int32)
     kind = spec.groups[group].spec
     if isinstance(kind, Recurrent):
