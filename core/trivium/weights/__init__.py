@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from trivium.weights.checkpoint import Checkpoint, open_checkpoint
-from trivium.weights.sources import ALIASES, Pulled, pull, resolve
+from trivium.weights.sources import ALIASES, resolve
 
-__all__ = ["ALIASES", "Checkpoint", "Pulled", "open_checkpoint", "pull", "resolve"]
+__all__ = ["ALIASES", "Checkpoint", "open_checkpoint", "resolve"]

