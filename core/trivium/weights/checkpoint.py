@@ -52,12 +52,6 @@ class Checkpoint:
         """The canonical names of all tensors."""
         return self._tensors.keys()
 
-    @property
-    def total_bytes(self) -> int:
-        """What all tensors take in the files."""
-        infos = [file.tensors[stored] for file, stored in self._tensors.values()]
-        return sum(info.stop - info.start for info in infos)
-
     def tensor(self, name: str) -> Weight:
         """One tensor. A tied lm_head.weight is the embedding. CheckpointError if the checkpoint has none of that name."""
         if name == HEAD and name not in self._tensors and self.config["tie_word_embeddings"]:
@@ -89,36 +83,23 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
 def _open(path: Path) -> Checkpoint:
     if not path.exists():
         raise CheckpointError(f"{path} does not exist")
-    if path.is_file():
-        return _open_file(path)
-    suffixes = {p.suffix for p in path.iterdir() if p.is_file()}
-    ggufs = sorted(path.glob("*.gguf"))
-    if ".safetensors" in suffixes or any(path.glob("*.safetensors.index.json")):
+    if path.is_file() and path.suffix == ".gguf":
+        return _open_gguf(path)
+    if any(path.glob("*.safetensors")) or any(path.glob("*.safetensors.index.json")):
         return _open_folder(path)
+    ggufs = sorted(path.glob("*.gguf"))
     if len(ggufs) == 1:
         return _open_gguf(ggufs[0])
     if ggufs:
         raise CheckpointError(f"{path} holds several models ({', '.join(p.name for p in ggufs)}); give the path of one of them")
-    if suffixes & PICKLED:
-        raise _pickled(path)
-    raise CheckpointError(f"{path} holds no model: there is neither a .safetensors nor a .gguf file; an incomplete download?")
-
-
-def _open_file(path: Path) -> Checkpoint:
-    if path.suffix == ".gguf":
-        return _open_gguf(path)
-    if path.suffix in PICKLED:
-        raise _pickled(path)
-    if path.suffix == ".safetensors":
-        raise UnsupportedError(f"{path} is a file of weights without configuration; give the folder that has config.json too")
-    raise UnsupportedError(f"{path} is no model file; give a .gguf file or a folder with config.json and .safetensors files")
-
-
-def _pickled(path: Path) -> UnsupportedError:
-    return UnsupportedError(
-        f"{path}: pickled weights (.bin, .pt, .pth) can run any code when they are loaded, so they never are; "
-        "get the model as safetensors or GGUF, or convert it"
-    )
+    if PICKLED & {p.suffix for p in (path, *path.glob("*"))}:
+        raise UnsupportedError(
+            f"{path}: pickled weights (.bin, .pt, .pth) can run any code when they are loaded, so they never are; "
+            "get the model as safetensors or GGUF, or convert it"
+        )
+    if path.is_dir():
+        raise CheckpointError(f"{path} holds no model: there is neither a .safetensors nor a .gguf file; an incomplete download?")
+    raise UnsupportedError(f"{path} is no model file; give the folder that has config.json and .safetensors files, or a .gguf file")
 
 
 def _open_gguf(path: Path) -> Checkpoint:
@@ -143,10 +124,9 @@ def _open_folder(folder: Path) -> Checkpoint:
         if name in tensors:
             raise CheckpointError(f"{folder}: two tensors are {name!r}; one of them is called {stored!r}")
         tensors[name] = (file, stored)
-    tied, text_config = HEAD not in tensors, config.get("text_config")
-    for level in (config, text_config if isinstance(text_config, dict) else {}):
-        tied = level.get("tie_word_embeddings", tied)
-    config["tie_word_embeddings"] = tied
+    text_config = config.get("text_config")
+    levels = {"tie_word_embeddings": HEAD not in tensors} | config | (text_config if isinstance(text_config, dict) else {})
+    config["tie_word_embeddings"] = levels["tie_word_embeddings"]
     generation = folder / "generation_config.json"
     parts = sorted({(file.path.name, file.fingerprint) for file in files.values()})
     fingerprint = hashlib.sha256(json.dumps([config, parts], sort_keys=True).encode()).hexdigest()
@@ -161,10 +141,7 @@ def canonical_name(name: str) -> str:
 
 def read_json(path: Path) -> Json:
     """A JSON object from a file; CheckpointError if it is missing, larger than MAX_JSON, or anything else."""
-    value = parse_json(_read_text(path), str(path))
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path} is not a JSON object")
-    return value
+    return parse_json(_read_text(path), str(path))
 
 
 def _read_text(path: Path) -> str:

@@ -28,41 +28,38 @@ class Format(NamedTuple):
     block_bytes: int
 
 
-# One number an element, little-endian; formats that numpy lacks are held as the unsigned integers of their bit patterns.
-_DTYPES: Mapping[str, str] = {
-    "float64": "<f8", "float32": "<f4", "float16": "<f2", "bfloat16": "<u2", "float8_e4m3": "u1", "float8_e5m2": "u1",
-    "float8_e8m0": "u1", "int64": "<i8", "int32": "<i4", "int16": "<i2", "int8": "i1", "uint64": "<u8", "uint32": "<u4",
-    "uint16": "<u2", "uint8": "u1", "bool": "u1",
-}  # fmt: skip
+# One number an element: safetensors dtype, format, and numpy's dtype, little-endian; what numpy lacks is held as the unsigned
+# integers of the bit patterns.
+_PLAIN = (
+    ("F64", "float64", "<f8"), ("F32", "float32", "<f4"), ("F16", "float16", "<f2"), ("BF16", "bfloat16", "<u2"),
+    ("F8_E4M3", "float8_e4m3", "u1"), ("F8_E5M2", "float8_e5m2", "u1"), ("F8_E8M0", "float8_e8m0", "u1"), ("I64", "int64", "<i8"),
+    ("I32", "int32", "<i4"), ("I16", "int16", "<i2"), ("I8", "int8", "i1"), ("U64", "uint64", "<u8"), ("U32", "uint32", "<u4"),
+    ("U16", "uint16", "<u2"), ("U8", "uint8", "u1"), ("BOOL", "bool", "u1"),
+)  # fmt: skip
+_DTYPES: Mapping[str, str] = {format: dtype for _, format, dtype in _PLAIN}
 
-# The block formats of GGML: (elements, bytes) of a block.
-_BLOCKS: Mapping[str, tuple[int, int]] = {
-    "q4_0": (32, 18), "q4_1": (32, 20), "q5_0": (32, 22), "q5_1": (32, 24), "q8_0": (32, 34),
-    "q2_k": (256, 84), "q3_k": (256, 110), "q4_k": (256, 144), "q5_k": (256, 176), "q6_k": (256, 210),
-    "iq1_s": (256, 50), "iq1_m": (256, 56), "iq2_xxs": (256, 66), "iq2_xs": (256, 74), "iq2_s": (256, 82),
-    "iq3_xxs": (256, 98), "iq3_s": (256, 110), "iq4_nl": (32, 18), "iq4_xs": (256, 136),
-    "tq1_0": (256, 54), "tq2_0": (256, 66), "mxfp4": (32, 17), "nvfp4": (64, 36),
-}  # fmt: skip
+# The block formats of GGML: GGUF type id, format, elements and bytes of a block.
+_BLOCKS = (
+    (2, "q4_0", 32, 18), (3, "q4_1", 32, 20), (6, "q5_0", 32, 22), (7, "q5_1", 32, 24), (8, "q8_0", 32, 34),
+    (10, "q2_k", 256, 84), (11, "q3_k", 256, 110), (12, "q4_k", 256, 144), (13, "q5_k", 256, 176), (14, "q6_k", 256, 210),
+    (16, "iq2_xxs", 256, 66), (17, "iq2_xs", 256, 74), (18, "iq3_xxs", 256, 98), (19, "iq1_s", 256, 50), (20, "iq4_nl", 32, 18),
+    (21, "iq3_s", 256, 110), (22, "iq2_s", 256, 82), (23, "iq4_xs", 256, 136), (29, "iq1_m", 256, 56), (34, "tq1_0", 256, 54),
+    (35, "tq2_0", 256, 66), (39, "mxfp4", 32, 17), (40, "nvfp4", 64, 36),
+)  # fmt: skip
 
 FORMATS: Mapping[str, Format] = {
-    **{name: Format(1, np.dtype(dtype).itemsize) for name, dtype in _DTYPES.items()},
-    **{name: Format(*sizes) for name, sizes in _BLOCKS.items()},
+    **{format: Format(1, np.dtype(dtype).itemsize) for format, dtype in _DTYPES.items()},
+    **{format: Format(elements, size) for _, format, elements, size in _BLOCKS},
 }
 """Every storage format that can be decoded, by the name that Weight.format carries."""
 
 GGML_TYPES: Mapping[int, str] = {
-    0: "float32", 1: "float16", 2: "q4_0", 3: "q4_1", 6: "q5_0", 7: "q5_1", 8: "q8_0", 10: "q2_k", 11: "q3_k", 12: "q4_k",
-    13: "q5_k", 14: "q6_k", 16: "iq2_xxs", 17: "iq2_xs", 18: "iq3_xxs", 19: "iq1_s", 20: "iq4_nl", 21: "iq3_s", 22: "iq2_s",
-    23: "iq4_xs", 24: "int8", 25: "int16", 26: "int32", 27: "int64", 28: "float64", 29: "iq1_m", 30: "bfloat16", 34: "tq1_0",
-    35: "tq2_0", 39: "mxfp4", 40: "nvfp4",
+    0: "float32", 1: "float16", 24: "int8", 25: "int16", 26: "int32", 27: "int64", 28: "float64", 30: "bfloat16",
+    **{kind: format for kind, format, _, _ in _BLOCKS},
 }  # fmt: skip
 """GGUF tensor type id -> format. Ids that are missing (activation formats, withdrawn types) have no decoder."""
 
-SAFETENSORS_TYPES: Mapping[str, str] = {
-    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3",
-    "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0", "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8",
-    "U64": "uint64", "U32": "uint32", "U16": "uint16", "U8": "uint8", "BOOL": "bool",
-}  # fmt: skip
+SAFETENSORS_TYPES: Mapping[str, str] = {name: format for name, format, _ in _PLAIN}
 """safetensors dtype -> format."""
 
 
@@ -76,11 +73,11 @@ def stored_bytes(shape: tuple[int, ...], format: str) -> int:
 
 def make_weight(name: str, shape: tuple[int, ...], format: str, raw: Bytes) -> Weight:
     """A Weight over the tensor's bytes `raw` (uint8[stored_bytes]), without a copy where the file is aligned."""
-    if format in _BLOCKS:
-        elements, size = FORMATS[format]
-        data: Array = raw.reshape(*shape[:-1], shape[-1] // elements * size)
+    if format in _DTYPES:
+        data: Array = np.require(raw.view(_DTYPES[format]), requirements="A").reshape(shape)
     else:
-        data = np.require(raw.view(_DTYPES[format]), requirements="A").reshape(shape)
+        elements, size = FORMATS[format]
+        data = raw.reshape(*shape[:-1], shape[-1] // elements * size)
     return Weight(name, shape, format, data, decoder(format))
 
 
@@ -118,39 +115,29 @@ def map_file(path: Path) -> Bytes:
 
 def decoder(format: str) -> Decoder:
     """The function from stored data to float32. Exact, except that float64 and wide integers round to the nearest float32."""
-    if format in _BLOCKS:
-        return partial(_decode_blocks, format)
-    return _SPECIAL.get(format, _decode_plain)
+    return partial(_decode, format) if format in _DTYPES else partial(_decode_blocks, format)
 
 
-def _decode_plain(data: Array) -> npt.NDArray[np.float32]:
+def _decode(format: str, data: Array) -> npt.NDArray[np.float32]:
+    """float8_e4m3 and e8m0 are those of the OCP specifications: bias 7, no infinities; 2**(e - 127), a scale."""
+    if format == "bfloat16":  # the upper half of a float32
+        return np.left_shift(data, 16, dtype=np.uint32).view(np.float32)
+    if format == "float8_e5m2":  # the upper half of a float16
+        data = np.left_shift(data, 8, dtype=np.uint16).view(np.float16)
+    elif format.startswith("float8"):
+        data = (_e4m3() if format == "float8_e4m3" else _e8m0())[data]
     return np.asarray(data, np.float32)
 
 
-def _decode_bfloat16(data: Array) -> npt.NDArray[np.float32]:
-    """bfloat16 is the upper half of a float32."""
-    return np.left_shift(data, 16, dtype=np.uint32).view(np.float32)
-
-
-def _decode_e5m2(data: Array) -> npt.NDArray[np.float32]:
-    """float8 e5m2 is the upper half of a float16."""
-    return np.left_shift(data, 8, dtype=np.uint16).view(np.float16).astype(np.float32)
-
-
-def _decode_e4m3(data: Array) -> npt.NDArray[np.float32]:
-    """float8 e4m3 without infinities (OCP 8-bit floating point specification): bias 7, only S.1111.111 is not a number."""
-    bits = np.arange(256)
-    exponent, mantissa = bits >> 3 & 15, bits & 7
+def _e4m3() -> Array:
+    exponent, mantissa = np.arange(128) >> 3, np.arange(128) & 7
     size = np.where(exponent, np.ldexp(8.0 + mantissa, exponent - 10), np.ldexp(1.0 * mantissa, -9))
-    size[(bits & 127) == 127] = np.nan
-    return np.asarray(np.where(bits < 128, size, -size).astype(np.float32)[data])
+    size[127] = np.nan
+    return np.concatenate([size, -size])
 
 
-def _decode_e8m0(data: Array) -> npt.NDArray[np.float32]:
-    """Scales of the OCP microscaling formats: 2**(e - 127); 255 is not a number."""
-    table = np.ldexp(1.0, np.arange(-127, 129))
-    table[255] = np.nan
-    return np.asarray(table.astype(np.float32)[data])
+def _e8m0() -> Array:
+    return np.append(np.ldexp(1.0, np.arange(-127, 128)), np.nan)
 
 
 def _decode_blocks(format: str, data: Array) -> npt.NDArray[np.float32]:
@@ -165,13 +152,4 @@ def _decode_blocks(format: str, data: Array) -> npt.NDArray[np.float32]:
     if not data.size:
         return np.zeros((*data.shape[:-1], data.shape[-1] // size * elements), np.float32)
     with np.errstate(all="ignore"):
-        numbers: npt.NDArray[np.float32] = dequantize(np.ascontiguousarray(data), kind)
-    return numbers
-
-
-_SPECIAL: Mapping[str, Decoder] = {
-    "bfloat16": _decode_bfloat16,
-    "float8_e4m3": _decode_e4m3,
-    "float8_e5m2": _decode_e5m2,
-    "float8_e8m0": _decode_e8m0,
-}
+        return np.asarray(dequantize(np.ascontiguousarray(data), kind), np.float32)

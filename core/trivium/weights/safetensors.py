@@ -22,8 +22,8 @@ _INCOMPLETE = "; an incomplete download?"
 _SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.safetensors")
 
 
-def parse_json(text: str | bytes, what: str) -> Any:
-    """JSON from a stranger: CheckpointError for anything malformed, nested too deeply, or with a key twice in one object."""
+def parse_json(text: str | bytes, what: str) -> dict[str, Any]:
+    """A JSON object from a stranger: CheckpointError for all else, nested too deeply, or with a key twice in one object."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
@@ -33,9 +33,12 @@ def parse_json(text: str | bytes, what: str) -> Any:
         return found
 
     try:
-        return json.loads(text, object_pairs_hook=unique)
+        value = json.loads(text, object_pairs_hook=unique)
     except (ValueError, RecursionError) as e:
         raise CheckpointError(f"{what} is not valid JSON ({e}){_INCOMPLETE}") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{what} is not a JSON object")
+    return value
 
 
 class SafetensorsFile(TensorFile):
@@ -49,8 +52,6 @@ class SafetensorsFile(TensorFile):
         if length > MAX_HEADER:
             raise CheckpointError(f"{path}: a header of {length} bytes; at most {MAX_HEADER} are read")
         entries = parse_json(data[8 : 8 + length].tobytes(), f"{path}: the header")
-        if not isinstance(entries, dict):
-            raise CheckpointError(f"{path}: the header is not a JSON object")
         infos = {name: _info(path, name, entry, 8 + length) for name, entry in entries.items() if name != "__metadata__"}
         _check_extent(path, infos, 8 + length, data.size)
         super().__init__(path, data, 8 + length, infos)
@@ -93,12 +94,10 @@ def find_tensors(folder: Path) -> dict[str, SafetensorsFile]:
     Taken are, in this order: model.safetensors; the files of a *.safetensors.index.json; every .safetensors file.
     """
     single = folder / "model.safetensors"
-    indexes = sorted(folder.glob("*.safetensors.index.json"))
-    if not single.exists() and indexes:
+    if not single.exists() and (indexes := sorted(folder.glob("*.safetensors.index.json"))):
         return _from_index(folder, indexes[0])
-    files = [SafetensorsFile(p) for p in ([single] if single.exists() else _shards(folder))]
     found: dict[str, SafetensorsFile] = {}
-    for file in files:
+    for file in map(SafetensorsFile, [single] if single.exists() else _shards(folder)):
         for name in file.tensors:
             if name in found:
                 raise CheckpointError(f"{folder}: the tensor {name!r} is in {found[name].path.name} and in {file.path.name}")
@@ -117,8 +116,7 @@ def _shards(folder: Path) -> list[Path]:
 
 
 def _from_index(folder: Path, index: Path) -> dict[str, SafetensorsFile]:
-    content = parse_json(index.read_bytes(), str(index))
-    weight_map = content.get("weight_map") if isinstance(content, dict) else None
+    weight_map = parse_json(index.read_bytes(), str(index)).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise CheckpointError(f"{index}: there is no weight_map from tensors to files in it")
     files = {}
