@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from trivium.cli.fold import CUT, WIDTH, cut, folded, key, ranges, unnumbered
 from trivium.cli.parser import add_json, add_model, load_options, table
 
 if TYPE_CHECKING:
     from trivium.engine.loader import Plan
-    from trivium.ops import Program
+    from trivium.ops import Call, Program
     from trivium.plugin import Choice, Device
+
+HOST = "reference on the host"
+COLUMNS = (44, 26, 40, 26)
+"""Widest cells of CALL, KERNEL, WHY and NEXT in `trivium explain`."""
 
 
 def add_backends(parser: argparse.ArgumentParser) -> None:
@@ -56,13 +62,33 @@ def inspect(args: argparse.Namespace) -> int:
         programs = {"before": str(p.traced).splitlines(), "after": str(p.program).splitlines()}
         print(json.dumps({**_facts(p), "program": programs, "weights": weights, "weight_bytes": total}))
         return 0
-    print("\n".join(f"{key}: {value}" for key, value in _facts(p).items()))
-    print(f"\nprogram as traced, {len(p.traced.calls)} calls\n{p.traced}")
-    print(f"\nprogram as fused for {p.backend.name}, {len(p.program.calls)} calls\n{p.program}\n")
-    rows = [(w["name"], str(w["shape"]), w["storage"], w["resident"], "" if w["lossless"] else "lossy") for w in weights]
-    print(table([("WEIGHT", "SHAPE", "STORED AS", "RESIDENT AS", ""), *rows]))
-    print(f"\n{len(weights)} weights, {total} bytes in the checkpoint")
+    print("\n".join(f"{name.replace('_', ' ')}: {_readable(value)}" for name, value in _facts(p).items()))
+    print(f"\nprogram as traced, {len(p.traced.calls)} calls\n{folded(str(p.traced).splitlines())}")
+    print(f"\nprogram as fused for {p.backend.name}, {len(p.program.calls)} calls\n{folded(str(p.program).splitlines())}\n")
+    print(table(_weight_rows(weights)))
+    print(f"\n{len(weights)} weights, {total:,} bytes in the checkpoint\n{CUT}")
     return 0
+
+
+def _weight_rows(weights: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
+    """A header, and one row for the weights that differ in their layer alone; those of one name follow each other."""
+    groups: dict[str, dict[tuple[str, ...], list[int]]] = {}
+    for w in weights:
+        name, layer = unnumbered(w["name"])
+        facts = (str(w["shape"]), w["storage"], w["resident"], "" if w["lossless"] else "lossy")
+        groups.setdefault(name, {}).setdefault(facts, []).extend(layer)
+    header = ("WEIGHT", "SHAPE", "STORED AS", "RESIDENT AS", "", "LAYERS")
+    return [header, *((name, *facts, cut(ranges(n), 40)) for name, alike in groups.items() for facts, n in alike.items())]
+
+
+def _readable(value: Any) -> str:
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _print_table(rows: Sequence[Sequence[str]], keys: Sequence[str]) -> None:
+    """A table with its first row as header; the others are folded by their keys."""
+    header, *lines = table(rows).splitlines()
+    print(header, folded(lines, keys, width=WIDTH), sep="\n")
 
 
 def add_explain(parser: argparse.ArgumentParser) -> None:
@@ -80,10 +106,25 @@ def explain(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({**_facts(p), "calls": calls}))
         return 0
-    print(table([("CALL", "KERNEL", "WHY", "NEXT"), *((c["call"], c["kernel"], c["why"], c["next"][0]) for c in calls)]))
-    counts = Counter(c["kernel"] for c in calls)
-    print(f"\n{len(calls)} calls on {p.backend.name}: " + ", ".join(f"{n} x {name}" for name, n in counts.most_common()))
+    rows: list[tuple[str, ...]] = [
+        (_label(choice.call), c["kernel"], c["why"], c["next"][0]) for choice, c in zip(choices, calls, strict=True)
+    ]
+    rows = [tuple(cell.replace(HOST, "host") for cell in row) for row in rows]
+    shown = [[cut(cell, width) for cell, width in zip(row, COLUMNS, strict=True)] for row in rows]
+    _print_table([("CALL", "KERNEL", "WHY", "NEXT"), *shown], [" ".join(map(key, row)) for row in rows])
+    print(f"\n{len(calls)} calls on {p.backend.name}:")
+    print("\n".join(f"{n:6} x {name}" for name, n in Counter(c["kernel"] for c in calls).most_common()))
+    print(f"host: {HOST}, which runs what the backend lacks\n{CUT}")
     return 0
+
+
+def _label(call: Call) -> str:
+    """The operator, or the fused pattern in brackets, and the weights and states it reads, by the last part of their names."""
+    from trivium.ops import Pattern
+
+    name = f"[{call.name}]" if isinstance(call.op, Pattern) else call.name
+    used = [v.name for v in call.args if v is not None and v.kind in ("constant", "state")]
+    return " ".join([name, *(re.sub(r"^.*layers\.\d+\.|\.weight$", "", n) for n in used)])
 
 
 def add_pull(parser: argparse.ArgumentParser) -> None:
@@ -134,10 +175,10 @@ def _explained(choice: Choice) -> dict[str, Any]:
     from trivium.plugin.select import kernel_name
 
     refused = [f"{kernel_name(kernel)} refuses: {reason}" for kernel, reason in choice.refused]
-    following = [kernel_name(kernel) for kernel in choice.next] + ["reference on the host"]
+    following = [kernel_name(kernel) for kernel in choice.next] + [HOST]
     if choice.kernel is None:
         why = "; ".join(refused) or "the backend has no kernel for it"
-        return {"call": format_call(choice.call), "kernel": "reference on the host", "why": why, "next": ["nothing"]}
+        return {"call": format_call(choice.call), "kernel": HOST, "why": why, "next": ["nothing"]}
     why = "; ".join([_reason(choice.next, choice.kernel.priority), *refused])
     return {"call": format_call(choice.call), "kernel": kernel_name(choice.kernel), "why": why, "next": following}
 
