@@ -19,7 +19,7 @@ _ROLES = frozenset({"system", "user", "assistant", "tool", "developer", "functio
 
 
 class ChatTemplate:
-    """A compiled template. `knows(word)`: the word is a string constant in it; `iterates`: it takes content as list of parts."""
+    """A compiled template. words: its string constants, such as roles; iterates: it takes content as a list of parts."""
 
     def __init__(self, source: str) -> None:
         if len(source) > MAX_TEMPLATE:
@@ -30,12 +30,8 @@ class ChatTemplate:
             self._template = environment.from_string(source)
         except Exception as error:  # jinja2 and the Python compiler raise many kinds for bad source
             raise TemplateError(f"the chat template can't be compiled: {error}", param="chat_template") from error
-        self._words = {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}
+        self.words = {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}
         self.iterates = _iterates_content(tree)
-
-    def knows(self, word: str) -> bool:
-        """Whether the template names `word`, for example a role."""
-        return word in self._words
 
     def render(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
         """The prompt for `messages`; TemplateError if the template refuses them or passes its bounds."""
@@ -58,8 +54,11 @@ class ChatTemplate:
 
 def plain(value: Any, where: str) -> Any:
     """A copy made of JSON types only, so that a template never sees an object with methods of its own."""
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value if type(value) in (type(None), bool, int, float, str) else _base(value)
+    for kind in (bool, int, float, str):
+        if isinstance(value, kind):
+            return value if type(value) is kind else kind(value)
+    if value is None:
+        return None
     if isinstance(value, Mapping):
         return {str(key): plain(item, f"{where}.{key}") for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -69,10 +68,6 @@ def plain(value: Any, where: str) -> Any:
 
 def _invalid(message: str) -> InvalidRequestError:
     return InvalidRequestError(message, param="messages")
-
-
-def _base(value: Any) -> Any:
-    return next(kind(value) for kind in (int, float, str) if isinstance(value, kind))
 
 
 def prepare(messages: Sequence[Mapping[str, Any]], template: ChatTemplate) -> list[dict[str, Any]]:
@@ -85,16 +80,18 @@ def prepare(messages: Sequence[Mapping[str, Any]], template: ChatTemplate) -> li
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence) or not messages:
         raise _invalid("messages must be a list of at least one message with role and content")
     prepared: list[dict[str, Any]] = []
+    merges = False
     for i, message in enumerate(messages):
         checked = _check(message, f"messages[{i}]", template)
-        renamed = checked["role"] == "developer" and not template.knows("developer")
-        checked["role"] = "system" if renamed else checked["role"]
+        renamed = checked["role"] == "developer" and "developer" not in template.words
+        if renamed:
+            checked["role"] = "system"
         before = prepared[-1] if prepared else {}
-        same = checked["role"] == before.get("role") == "system"
-        if same and "developer" in (messages[i]["role"], messages[i - 1]["role"]) and not template.knows("developer"):
+        if checked["role"] == before.get("role") == "system" and (renamed or merges):
             before["content"] = _joined(before.get("content", ""), checked.get("content", ""))
         else:
             prepared.append(checked)
+        merges = renamed
     return prepared
 
 
@@ -109,7 +106,7 @@ def _check(message: Any, where: str, template: ChatTemplate) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise _invalid(f"{where} is a {type(message).__name__}; a message is an object with role and content")
     role = message.get("role")
-    if not isinstance(role, str) or not (role in _ROLES or template.knows(role)):
+    if not isinstance(role, str) or not (role in _ROLES or role in template.words):
         raise _invalid(f"{where}.role is {role!r}; possible are {', '.join(sorted(_ROLES))}")
     checked = {key: value for key, value in plain(message, where).items() if value is not None}
     if "content" in checked:
@@ -124,19 +121,14 @@ def _content(content: Any, where: str, as_parts: bool) -> Any:
         return content
     if not isinstance(content, list):
         raise _invalid(f"{where} must be text, null or a list of parts, not {type(content).__name__}")
-    texts = [_part_text(part, f"{where}[{i}]") for i, part in enumerate(content)]
-    return content if as_parts else "\n".join(texts)
-
-
-def _part_text(part: Any, where: str) -> str:
-    kind = part.get("type") if isinstance(part, dict) else None
-    if kind != "text":
-        what = f"has the type {kind!r}" if kind else "has no type"
-        raise _invalid(f'{where} {what}; this model takes parts of the form {{"type": "text", "text": ...}}')
-    if not isinstance(part.get("text"), str):
-        raise _invalid(f"{where}.text must be a string")
-    text: str = part["text"]
-    return text
+    for i, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text":
+            what = f"has the type {kind!r}" if kind else "has no type"
+            raise _invalid(f'{where}[{i}] {what}; this model takes parts of the form {{"type": "text", "text": ...}}')
+        if not isinstance(part.get("text"), str):
+            raise _invalid(f"{where}[{i}].text must be a string")
+    return content if as_parts else "\n".join(part["text"] for part in content)
 
 
 def _iterates_content(tree: nodes.Template) -> bool:

@@ -181,8 +181,10 @@ def derive_merges(tokens: list[str], types: Sequence[int], scores: Sequence[floa
     owner = np.repeat(np.arange(len(pieces)), lengths)
     cuts = np.arange(len(owner))
     owner, cuts = owner[cuts != starts[owner]], cuts[cuts != starts[owner]]
-    left, right = find(hashes(starts[owner], cuts)), find(hashes(cuts, ends[owner]))
-    both = np.flatnonzero((left >= 0) & (right >= 0))[::-1]
+    left = find(hashes(starts[owner], cuts))
+    owner, cuts, left = owner[left >= 0], cuts[left >= 0], left[left >= 0]
+    right = find(hashes(cuts, ends[owner]))
+    both = np.flatnonzero(right >= 0)[::-1]
     return list(zip(pieces[left[both]].tolist(), pieces[right[both]].tolist()))
 
 
@@ -199,23 +201,12 @@ def _substring_hasher(text: str) -> Callable[[_Array, _Array], _Array]:
 
 
 def _finder(known: _Array) -> Callable[[_Array], _Array]:
-    """f(hashes) -> index of each in `known`, or -1: hash tables without chains, each for what found no room in the last."""
-    bits = len(known).bit_length() + 2
-    tables: list[tuple[np.uint64, _Array]] = []
-    homeless = np.arange(len(known))
-    while len(homeless) and len(tables) < 64:  # equal hashes need a table each; so many are no vocabulary
-        factor = np.uint64(2 * len(tables) + 1)
-        slots = known[homeless] * factor >> np.uint64(64 - bits)
-        table = np.zeros(1 << bits, np.int64)
-        table[slots] = homeless
-        homeless = homeless[table[slots] != homeless]
-        tables.append((factor, table))
+    """f(hashes) -> index of each in `known`, or -1."""
+    order = np.argsort(known)
+    ordered = known[order]
 
     def find(hashes: _Array) -> _Array:
-        found = np.full(len(hashes), -1)
-        for factor, table in tables:
-            index = table[hashes * factor >> np.uint64(64 - bits)]
-            np.copyto(found, index, where=known[index] == hashes)
-        return found
+        at = np.minimum(np.searchsorted(ordered, hashes), len(ordered) - 1)
+        return np.where(ordered[at] == hashes, order[at], -1)
 
     return find

@@ -18,7 +18,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.utils import Namespace, pass_context
+from jinja2.utils import pass_context
 
 MAX_TEMPLATE = 1_000_000  # characters of source
 MAX_TEXT = 16_000_000  # characters of any text that is made, and elements of any list
@@ -56,24 +56,6 @@ class _Generation(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-class _SafeNamespace(Namespace):
-    """A namespace that stores no name with a leading underscore."""
-
-    def __init__(*args: Any, **kwargs: Any) -> None:
-        Namespace.__init__(*args, **kwargs)
-        for name in dict(*args[1:], **kwargs):
-            _refuse_private(name)
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        _refuse_private(name)
-        super().__setitem__(name, value)
-
-
-def _refuse_private(name: str) -> None:
-    if name.startswith("_"):
-        raise SecurityError(f"a template may not store the attribute {name!r}")
-
-
 class Environment(ImmutableSandboxedEnvironment):
     """Jinja as chat templates expect it (trim_blocks, lstrip_blocks, break and continue, unescaped `tojson`), within bounds.
 
@@ -89,11 +71,14 @@ class Environment(ImmutableSandboxedEnvironment):
         self.filters = {name: _bounded(name, function) for name, function in self.filters.items()}
         self.filters |= {"bounded_loop": _bounded_loop, "bounded_text": _concatenate}
         del self.globals["lipsum"]
-        self.globals |= {"raise_exception": _raise, "strftime_now": _strftime_now, "namespace": _SafeNamespace}
+        self.globals |= {"raise_exception": _raise, "strftime_now": _strftime_now}
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
-        """Jinja's parser, then every loop and every `~` goes through a filter that bounds it."""
+        """Jinja's parser, then every loop and every `~` goes through a filter that bounds it; no private name is stored."""
         tree = super()._parse(source, name, filename)
+        stored = [*(ref.attr for ref in tree.find_all(nodes.NSRef)), *(word.key for word in tree.find_all(nodes.Keyword))]
+        if private := [key for key in stored if key.startswith("_")]:
+            raise SecurityError(f"a template may not store the attribute {private[0]!r}")
         for loop in tree.find_all(nodes.For):
             loop.iter = nodes.Filter(loop.iter, "bounded_loop", [], [], None, None, lineno=loop.lineno)
         for text in tree.find_all(nodes.Concat):
@@ -141,12 +126,10 @@ def _strftime_now(form: str) -> str:
     return datetime.now().strftime(form)
 
 
-def _to_json(
-    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
-) -> str:
-    if isinstance(indent, int) and indent > 16:
-        raise SecurityError("the template indents JSON too far")
-    return json.dumps(_printable(value), ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
+    if options.keys() - {"separators", "sort_keys"} or (isinstance(indent, int) and indent > 16):
+        raise SecurityError("the template indents JSON too far, or asks tojson for what it does not do")
+    return json.dumps(_printable(value), ensure_ascii=ensure_ascii, indent=indent, **options)
 
 
 @pass_context

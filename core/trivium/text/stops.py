@@ -20,77 +20,39 @@ class StopMatcher:
         if isinstance(stops, str) or not all(isinstance(stop, str) and stop for stop in stops):
             raise InvalidRequestError("stop must be a list of strings, none of them empty", param="stop")
         self.matched: str | None = None
-        self._include = include_stop
-        self._searches = [_Search(stop) for stop in dict.fromkeys(stops)]
-        self._held = ""
-        self._held_at = 0
+        self._include, self._stops, self._held = include_stop, tuple(stops), ""
+        self._longest = max(map(len, stops), default=0)
 
     def push(self, text: str) -> tuple[str, str | None]:
         """Text that may be shown now, and the stop string if the text ends before it (or with it, with `include_stop`)."""
         if self.matched is not None:
             return "", self.matched
         self._held += text
-        for search in self._searches:
-            search.push(text)
-        end = self._held_at + len(self._held)
-        found = self._first_match()
-        alive = min((end - s.length for s in self._searches if s.found_at is None), default=end)
-        if found is not None and found.start <= alive:
-            return self._stop_at(found), self.matched
-        emitted, self._held = self._held[: alive - self._held_at], self._held[alive - self._held_at :]
-        self._held_at = alive
-        return emitted, None
+        return self._show(*self._first_match()), self.matched
 
     def finish(self) -> str:
         """The text ends here: what was held, up to a match if one was held open."""
-        if self.matched is not None:
-            return ""
-        found = self._first_match()
-        if found is not None:
-            return self._stop_at(found)
-        emitted, self._held = self._held, ""
-        return emitted
+        end, stop = self._first_match()
+        return self._cut(end, stop)
 
-    def _first_match(self) -> _Search | None:
-        matches = [search for search in self._searches if search.found_at is not None]
-        return min(matches, key=lambda search: (search.start, len(search.stop)), default=None)
+    def _show(self, end: int, stop: str | None) -> str:
+        """Cuts where an earlier match, longer than the one at `end`, may still be completed, else at `end`."""
+        for at in range(max(0, len(self._held) - self._longest + 1), end):
+            tail = self._held[at:]
+            if any(longer.startswith(tail) for longer in self._stops):
+                return self._cut(at, None)
+        return self._cut(end, stop)
 
-    def _stop_at(self, search: _Search) -> str:
-        self.matched = search.stop
-        emitted = self._held[: search.start - self._held_at]
-        self._held = ""
-        return emitted + search.stop if self._include else emitted
+    def _first_match(self) -> tuple[int, str | None]:
+        """Where in the held text the first match begins, and its stop; or the text's end and None."""
+        found = [(at, len(stop), stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        at, _, first = min(found, default=(len(self._held), 0, None))
+        return at, first
 
-
-class _Search:
-    """Knuth-Morris-Pratt search for the first occurrence of `stop`: `length` is how much of it the text ends with."""
-
-    def __init__(self, stop: str) -> None:
-        self.stop = stop
-        self.length = 0
-        self.found_at: int | None = None  # position just after the match
-        self._seen = 0
-        self._fallback = [0] * len(stop)
-        for i in range(1, len(stop)):
-            self._fallback[i] = self._step(self._fallback[i - 1], stop[i])
-
-    @property
-    def start(self) -> int:
-        """Where the match begins; only after it was found."""
-        assert self.found_at is not None
-        return self.found_at - len(self.stop)
-
-    def push(self, text: str) -> None:
-        if self.found_at is not None:
-            return
-        for i, char in enumerate(text, start=self._seen + 1):
-            self.length = self._step(self.length, char)
-            if self.length == len(self.stop):
-                self.found_at = i
-                return
-        self._seen += len(text)
-
-    def _step(self, length: int, char: str) -> int:
-        while length and self.stop[length] != char:
-            length = self._fallback[length - 1]
-        return length + (self.stop[length] == char)
+    def _cut(self, end: int, stop: str | None) -> str:
+        """The held text up to `end`, which will be shown; after a stop nothing is held."""
+        shown, self._held = self._held[:end], self._held[end:]
+        if stop is None:
+            return shown
+        self.matched, self._held = stop, ""
+        return shown + stop if self._include else shown

@@ -41,7 +41,7 @@ class Tokenizer:
         self._added = {index: token.content for index, token in backend.get_added_tokens_decoder().items()}
         self._compiled: dict[str, ChatTemplate] = {}
         self._templates = dict(templates or {})
-        self._spelling = _Spelling.of(backend)
+        self._spelling = _Spelling(backend)
         self.named_tokens = dict(named)
         self.vocab_size = vocab_size
         self.special_ids = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
@@ -130,7 +130,10 @@ class Tokenizer:
         """UTF-8 bytes that a token stands for, a leading blank included; b"" for an id without a token."""
         known = self._bytes.get(token_id)
         if known is None:
-            known = self._bytes[token_id] = self._spell(token_id)
+            if not 0 <= token_id < self.vocab_size:
+                raise InvalidRequestError(f"token id {token_id} is outside the vocabulary; ids are 0 to {self.vocab_size - 1}")
+            text = self._backend.id_to_token(int(token_id)) or ""
+            known = self._bytes[token_id] = self._spelling.spell(text, added=token_id in self._added)
         return known
 
     def token_text(self, token_id: int) -> str:
@@ -178,11 +181,6 @@ class Tokenizer:
             self._compiled = dict([*self._compiled.items(), (source, compiled)][-8:])
         return self._compiled[source]
 
-    def _spell(self, token_id: int) -> bytes:
-        if not 0 <= token_id < self.vocab_size:
-            raise InvalidRequestError(f"token id {token_id} is outside the vocabulary; ids are 0 to {self.vocab_size - 1}")
-        return self._spelling.spell(self._backend.id_to_token(int(token_id)) or "", added=token_id in self._added)
-
     def _turn_ends(self) -> set[int]:
         ids = {text: i for i, text in self._added.items() if i in self.special_ids and text in _TURN_ENDS}
         if "<|return|>" in ids:  # there <|end|> only separates the messages of one answer
@@ -222,7 +220,9 @@ def _add_configured_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, A
 class _Spelling:
     """How a tokenizer writes bytes as token text, read from its decoder."""
 
-    def __init__(self, steps: Sequence[Mapping[str, Any]]) -> None:
+    def __init__(self, backend: tokenizers.Tokenizer) -> None:
+        state: dict[str, Any] = json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else {}
+        steps: list[dict[str, Any]] = state.get("decoders", [state] if state else [])
         kinds = {step["type"] for step in steps}
         unknown = kinds - {"ByteLevel", "Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}
         if unknown or not kinds:
@@ -237,11 +237,6 @@ class _Spelling:
         self._replace += [(step["replacement"], " ") for step in blanks]
         self.strips = any(step["type"] == "Strip" and step["start"] > 0 for step in steps)
         self.strips |= any(step.get("prepend_scheme", "always") != "never" for step in blanks)
-
-    @classmethod
-    def of(cls, backend: tokenizers.Tokenizer) -> _Spelling:
-        state: dict[str, Any] = json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else {}
-        return cls(state.get("decoders", [state] if state else []))
 
     def spell(self, token: str, *, added: bool) -> bytes:
         if self._bytes is not None:
