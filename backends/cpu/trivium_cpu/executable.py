@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -45,9 +46,12 @@ class TapeExecutable(Executable):
         self._whole = len(self._segments) == 1 and self._segments[0].call is None
         self._outputs = {name: (value, low.place(value)) for name, value in self._program.outputs.items()}
         self._host_places = {v: low.place(v) for s in self._segments if s.call for v in _tensors(s.call)}
+        self._process = os.getpid()
         self.steps = 0
 
     def run(self, batch: Batch) -> TapeStep:
+        if os.getpid() != self._process:
+            raise BackendError("this model was loaded before a fork, which kept none of its threads; load it in the new process")
         self.steps += 1
         sizes = {"tokens": batch.tokens, "rows": len(batch.sample_rows), "seqs": batch.seqs}
         try:

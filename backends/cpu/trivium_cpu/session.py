@@ -104,7 +104,12 @@ class CpuSession(Session):
             threads=self._runtime.threads, max_model_len=self._options.get("max_model_len") or 8192,
         )  # fmt: skip
         low.run(choices)
-        low.set_arenas(self._options.get("max_batched_tokens") or 512, self._options.get("max_seqs") or 64)
+        tokens, seqs = self._options.get("max_batched_tokens") or 512, self._options.get("max_seqs") or 64
+        try:
+            low.set_arenas(tokens, seqs)
+        except MemoryError as e:
+            message = f"a step of {tokens} tokens of {seqs} sequences does not fit in memory; lower max_num_batched_tokens or max_num_seqs"
+            raise CapacityError(message) from e
         executable = TapeExecutable(self, low)
         if self._options.get("profile"):
             executable.profile(True)

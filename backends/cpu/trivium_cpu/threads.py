@@ -9,6 +9,9 @@ from typing import NamedTuple
 
 from trivium.errors import InvalidRequestError
 
+MOST = 1024
+"""Threads that may be asked for: more than any machine has processors, fewer than any system refuses to start."""
+
 
 class ThreadCount(NamedTuple):
     """A number of threads and the reason for it, for people to read."""
@@ -24,8 +27,8 @@ def count_threads(asked: int | None = None, *, root: Path = Path("/"), affinity:
     Sources: cgroups(7); kernel documentation, admin-guide/cgroup-v2 (cpu.max) and scheduler/sched-bwc (cpu.cfs_quota_us).
     """
     if asked is not None:
-        if type(asked) is not int or asked < 1:
-            raise InvalidRequestError(f"threads must be a positive integer, not {asked!r}", param="threads")
+        if type(asked) is not int or not 1 <= asked <= MOST:
+            raise InvalidRequestError(f"threads must be a positive integer up to {MOST}, not {asked!r}", param="threads")
         return ThreadCount(asked, "as asked")
     processors = affinity if affinity is not None else _affinity()
     quota = min((q for q in _quotas(root)), default=None)

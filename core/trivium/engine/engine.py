@@ -44,6 +44,8 @@ class EngineConfig:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise InvalidRequestError(f"{name} must be an integer from 1 up, not {value!r}", param=name)
+        if self.seed is not None and type(self.seed) is not int:
+            raise InvalidRequestError(f"seed must be an integer or None, not {self.seed!r}", param="seed")
 
 
 @dataclass
@@ -194,7 +196,7 @@ class Engine:
             sampler = SamplerState(params, ids, self.model.eos_ids, self.model.vocab_size, seed, index=index, bad_words=bad_words)
             seq = Stream(
                 ids, root, (priority, number, index), samples=max_tokens > 0,
-                score_end=len(ids) - 1 if scored and index == 0 else 0, capacity=min(len(ids) + max_tokens, 2 * len(ids) + 256),
+                score_end=len(ids) - 1 if scored and index == 0 else 0,
             )  # fmt: skip
             request.completions.append(Completion(request, seq, sampler, Text(self.tokenizer, params)))
             request.live += 1
