@@ -71,11 +71,11 @@ def test_pages_of_a_window_are_freed_as_they_fall_out_and_no_sooner(window: int,
     while stream.pending:
         count = min(chunk, stream.pending)
         kv.grow(stream, stream.computed + count)
-        table = kv.block_tables(np.array([stream.row], np.int32), stream.blocks)
+        table = kv.block_tables([stream.row], stream.blocks)
         first_read = max(0, stream.computed - window + 1) // PAGE
         assert (table[1, 0, first_read:] >= 0).all() and (table[0, 0] >= 0).all()
         kv.advance(stream, count)
-        held = int((kv.block_tables(np.array([stream.row], np.int32), stream.blocks)[1, 0] >= 0).sum())
+        held = int((kv.block_tables([stream.row], stream.blocks)[1, 0] >= 0).sum())
         assert held <= -(-(window - 1) // PAGE) + 1
         kv.check([stream])
     assert len(kv.held(stream)) <= kv.peak_pages(length)
@@ -125,7 +125,7 @@ def test_recurrent_states_take_one_page_and_share_nothing() -> None:
     fill(kv, stream)
     assert len(kv.held(stream)) == kv.peak_pages(9) == 4
     assert kv.match(Stream(list(range(9)), ROOT), 8).blocks == 0
-    slots = kv.slots(np.full(9, stream.row, np.int32), np.arange(9, dtype=np.int32))
+    slots = kv.slots([(stream.row, 0, 9)])
     assert len(set((slots[1] // PAGE).tolist())) == 1
     kv.release(stream)
     kv.check_idle()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
@@ -22,10 +23,9 @@ class Stream:
     blocks: columns of its row that have pages, in every paged group; first[g]: first of them that is still held in group g.
     """
 
-    def __init__(self, tokens: Sequence[int], root: bytes, *, capacity: int = 0) -> None:
+    def __init__(self, tokens: Sequence[int], root: bytes) -> None:
         self.length = len(tokens)
-        self._tokens = np.empty(max(capacity, self.length, 16), np.int32)
-        self._tokens[: self.length] = tokens
+        self._tokens = array("i", tokens)
         self.root = root
         self.keys: list[bytes] = []
         self.computed = 0
@@ -38,14 +38,12 @@ class Stream:
         """Tokens that are known and not in the cache."""
         return self.length - self.computed
 
-    def tokens(self, start: int = 0, stop: int | None = None) -> I32:
-        """int32 view of tokens start..stop."""
-        return self._tokens[start : self.length if stop is None else stop]
+    def tokens(self, start: int = 0, stop: int | None = None) -> array[int]:
+        """int32 copy of tokens start..stop."""
+        return self._tokens[start:stop]
 
     def append(self, token: int) -> None:
-        if self.length == len(self._tokens):
-            self._tokens = np.resize(self._tokens, 2 * self.length)
-        self._tokens[self.length] = token
+        self._tokens.append(token)
         self.length += 1
 
 
@@ -78,8 +76,6 @@ class KVCache:
         windows = [spec.groups[g].spec.window for g in self.paged]
         # The first position after k full pages of p tokens reads from k*p - w + 1 on, so ceil((w-1)/p) pages before it are needed.
         self._lookback = [sys.maxsize if w is None else -(-(w - 1) // spec.page_size) for w in windows]
-        self._block_index = np.array([[group.spec.paged] for group in spec.groups], np.int32).reshape(-1, 1)
-        self._groups = np.arange(len(spec.groups)).reshape(-1, 1)
         self._tables = np.full((len(spec.groups), max_seqs, 16), -1, np.int32)
         self._rows = list(range(max_seqs - 1, -1, -1))
 
@@ -191,17 +187,23 @@ class KVCache:
         held = self.pool.pages - self.pool.available
         assert held == 0 and len(self._rows) == self._tables.shape[1], f"{held} pages are still held although nothing runs"
 
-    def block_tables(self, rows: I32, blocks: int) -> I32:
+    def block_tables(self, rows: Sequence[int], blocks: int) -> I32:
         """int32[groups, len(rows), max(blocks, 1)]: a copy of those rows, as Batch wants them."""
         return np.ascontiguousarray(self._tables[:, rows, : max(blocks, 1)])
 
-    def slots(self, rows: I32, positions: I32) -> I64:
-        """int64[groups, tokens]: page * page_size + offset of every token; for recurrent groups the offset is 0."""
-        blocks = positions // np.int32(self.page_size)
-        offsets = positions - blocks * np.int32(self.page_size)
-        pages = self._tables[self._groups, rows, blocks * self._block_index]
-        slots: I64 = pages.astype(np.int64) * self.page_size + offsets * self._block_index
-        return slots
+    def slots(self, spans: Iterable[tuple[int, int, int]]) -> I64:
+        """int64[groups, tokens]: page * page_size + offset of tokens start..stop of each (row, start, stop); for recurrent groups
+        the offset is 0. Loops over pages, never over tokens."""
+        size, found = self.page_size, [list[int]() for _ in self._tables]
+        for row, start, stop in spans:
+            first = start // size
+            for g in self.paged:
+                for at, page in enumerate(self._tables[g, row, first : self.blocks(stop)].tolist(), first):
+                    shift = (page - at) * size
+                    found[g].extend(range(max(start, at * size) + shift, min(stop, (at + 1) * size) + shift))
+            for g in self.recurrent:
+                found[g].extend([int(self._tables[g, row, 0]) * size] * (stop - start))
+        return np.array(found, np.int64)
 
     def check(self, streams: Iterable[Stream]) -> None:
         """Raises AssertionError unless the pages in use are exactly those of `streams`."""

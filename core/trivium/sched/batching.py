@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -30,28 +29,26 @@ def sampled_rows(entry: Entry) -> RowMap:
 
 
 def make_batch(entries: Seq[Entry], rows: Seq[RowMap], kv: KVCache, sampling: SampleInputs) -> Batch:
-    """The arrays of a step whose pages are reserved. Loops over sequences, never over tokens."""
-    seqs = [entry.seq for entry in entries]
-    query_starts = np.array([0, *accumulate(entry.tokens for entry in entries)], np.int32)
-    starts, counts, table_rows = np.array([(e.start, e.tokens, e.seq.row) for e in entries], np.int32).T
-    offsets = starts - query_starts[:-1]
-    positions = np.arange(query_starts[-1], dtype=np.int32) + offsets.repeat(counts)
+    """The arrays of a step whose pages are reserved. Loops over sequences, never over tokens, and makes each array once from a
+    list: numpy's own operations on a handful of numbers would cost more than they do."""
+    tokens, positions, wanted = list[int](), list[int](), list[int]()
+    query_starts, spans = [0], list[tuple[int, int, int]]()
+    for (seq, start, count, _), (first, scores, sample) in zip(entries, rows):
+        end, offset = start + count, len(tokens) - start
+        tokens.extend(seq.tokens(start, end))
+        positions.extend(range(start, end))
+        wanted.extend(range(first + offset, first + offset + scores))
+        if sample:
+            wanted.append(end + offset - 1)
+        query_starts.append(end + offset)
+        spans.append((seq.row, start, end))
     return Batch(
-        token_ids=np.concatenate([seq.tokens(e.start, e.start + e.tokens) for seq, e in zip(seqs, entries)]),
-        positions=positions,
-        query_starts=query_starts,
-        context_lens=starts + counts,
-        block_tables=kv.block_tables(table_rows, max(seq.blocks for seq in seqs)),
-        slot_mapping=kv.slots(table_rows.repeat(counts), positions),
-        sample_rows=_sample_rows(rows, offsets.tolist(), query_starts.tolist()),
+        token_ids=np.array(tokens, np.int32),
+        positions=np.array(positions, np.int32),
+        query_starts=np.array(query_starts, np.int32),
+        context_lens=np.array([end for _, _, end in spans], np.int32),
+        block_tables=kv.block_tables([row for row, _, _ in spans], max(entry.seq.blocks for entry in entries)),
+        slot_mapping=kv.slots(spans),
+        sample_rows=np.array(wanted, np.int32),
         sampling=sampling,
     )
-
-
-def _sample_rows(rows: Seq[RowMap], offsets: list[int], query_starts: list[int]) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
-    found: list[int] = []
-    for row, offset, end in zip(rows, offsets, query_starts[1:]):
-        found.extend(range(row.start - offset, row.start - offset + row.scores))
-        if row.sample:
-            found.append(end - 1)
-    return np.array(found, np.int32)

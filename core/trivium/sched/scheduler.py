@@ -30,10 +30,8 @@ class Sequence(Stream):
     samples: a token is drawn once all known ones are computed (False: the prompt is only scored).
     """
 
-    def __init__(
-        self, tokens: Seq[int], root: bytes, order: Order, *, score_end: int = 0, samples: bool = True, capacity: int = 0
-    ) -> None:
-        super().__init__(tokens, root, capacity=capacity)
+    def __init__(self, tokens: Seq[int], root: bytes, order: Order, *, score_end: int = 0, samples: bool = True) -> None:
+        super().__init__(tokens, root)
         self.order = order
         self.score_end = score_end
         self.scored = 0
