@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from trivium.engine import AsyncEngine, Engine, EngineConfig, RequestOutput
 from trivium.engine.loader import LoadOptions, load
-from trivium.errors import InvalidRequestError
+from trivium.errors import BackendError, InvalidRequestError
 from trivium.sampling import SamplingParams
 
 Prompt = str | Sequence[int]
@@ -40,7 +40,7 @@ class _Opened:
         block_size: int | None = None,
         num_kv_blocks: int | None = None,
         max_num_seqs: int = 64,
-        max_num_batched_tokens: int = 512,
+        max_num_batched_tokens: int | None = None,
         max_model_len: int | None = None,
         enable_prefix_caching: bool = True,
         strict: bool = False,
@@ -54,9 +54,10 @@ class _Opened:
         model: a folder or .gguf file, hf:ORG/NAME, modelscope:ORG/NAME, pypi:PACKAGE, or an alias. backend: "auto" or a name that
         `trivium backends` lists, with ":INDEX" for one of its devices. dtype, quantize, kv_dtype: resident formats; "auto" = the
         best that loses nothing. block_size, num_kv_blocks: tokens a page and pages of the KV cache. max_num_seqs,
-        max_num_batched_tokens: limits of one step. max_model_len: prompt and output together. strict: refuse instead of running
-        on the host what the backend lacks. seed: makes requests without a seed repeat from run to run. threads and
-        backend_options go to the backend, which refuses what it does not know. progress: bars, if standard error is a terminal.
+        max_num_batched_tokens: limits of one step (512 tokens, if the backend can). max_model_len: prompt and output together.
+        strict: refuse instead of running on the host what the backend lacks. seed: makes requests without a seed repeat from run to
+        run. threads and backend_options go to the backend, which refuses what it does not know. progress: bars, if standard error
+        is a terminal.
         """
         own = dict(backend_options or {}) | ({} if threads is None else {"threads": threads})
         options = LoadOptions(
@@ -64,9 +65,9 @@ class _Opened:
             max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, max_model_len=max_model_len,
             strict=strict, backend_options=own,
         )  # fmt: skip
-        config = EngineConfig(max_num_seqs, max_num_batched_tokens, enable_prefix_caching, seed)
         with _bar(progress) as report:
             self.loaded = load(str(model), backend, options, progress=report)
+        config = EngineConfig(max_num_seqs, self.loaded.max_num_batched_tokens, enable_prefix_caching, seed)
         self.tokenizer = self.loaded.tokenizer
         self.engine = Engine(self.loaded, self.tokenizer, config)
         self._finalizer = weakref.finalize(self, _shut, [*self._start(), self.loaded.session.close])
@@ -122,9 +123,15 @@ class LLM(_Opened):
     """A loaded model. A context manager; threads may share it (one steps at a time, for all)."""
 
     def _start(self) -> list[Callable[[], None]]:
-        self._lock = threading.RLock()
+        self._lock = threading.Lock()
         self._inbox: dict[int, deque[RequestOutput]] = {}
+        self._left: deque[int] = deque()
         return []
+
+    def close(self) -> None:
+        """Gives the memory back, between two steps. Whatever still runs ends with an error."""
+        with self._lock:
+            super().close()
 
     def __enter__(self) -> LLM:
         return self
@@ -174,9 +181,8 @@ class LLM(_Opened):
                 self._drop(number)
 
     def _add(self, ids: list[int], params: SamplingParams, *, stream: bool = False) -> int:
-        if not self._finalizer.alive:
-            raise InvalidRequestError("this model was closed; load it again")
         with self._lock:
+            self._check_open()
             number = self.engine.add_request(ids, params, stream=stream)
             self._inbox[number] = deque()
             return number
@@ -184,13 +190,31 @@ class LLM(_Opened):
     def _next(self, number: int) -> RequestOutput:
         while True:
             with self._lock:
+                self._sweep()
                 if self._inbox[number]:
                     return self._inbox[number].popleft()
+                self._check_open()
+                if not self.engine.has_unfinished():
+                    raise BackendError("this request was lost when a step was interrupted; ask again")
                 for output in self.engine.step():
                     self._inbox[output.request_id].append(output)
 
+    def _check_open(self) -> None:
+        if not self._finalizer.alive:
+            raise InvalidRequestError("this model was closed; load it again")
+
     def _drop(self, number: int) -> None:
-        with self._lock:
+        """Ends a request. Never waits, as a stream may be collected as garbage inside a step: then whoever steps does it."""
+        self._left.append(number)
+        while self._left and self._lock.acquire(blocking=False):
+            try:
+                self._sweep()
+            finally:
+                self._lock.release()
+
+    def _sweep(self) -> None:
+        while self._left:
+            number = self._left.popleft()
             del self._inbox[number]
             self.engine.abort(number)
 

@@ -54,7 +54,12 @@ def judge_format(lab: Lab, resident: WeightFormat, storage: str) -> Verdict:
         if exact and not np.array_equal(got, want.reshape(-1)):
             expect_relative(what, got, want.reshape(-1), 0.0)
         errors.append(expect_relative(what, got, want.reshape(-1), 0.0 if exact else resident.error_budget))
-    used = [_judge_use(lab, random_weight(rng, shape, storage), resident, rows) for shape in SHAPES for rows in ROWS]
+    used = [
+        _judge_use(lab, random_weight(rng, shape, storage), resident, rows)
+        for shape in SHAPES
+        for rows in ROWS
+        if rows <= lab.step_tokens
+    ]
     held = "exact" if exact else f"error {max(errors):.2g} of {resident.error_budget:g}"
     return Verdict(f"{held}; projections within {max(used):.2g}")
 

@@ -59,7 +59,8 @@ def judge_format(lab: Lab, pattern: Pattern, cases: Sequence[Case], resident: We
     for case in cases:
         example = make_example(pattern, case, dtype=lab.dtypes[0], page_size=lab.page_size)
         names = matrices(example)
-        if names and all(example.constants[n].shape[-1] % max(block, 32) == 0 for n in names):
+        fits = len(example.inputs["token_ids"]) <= lab.step_tokens
+        if fits and names and all(example.constants[n].shape[-1] % max(block, 32) == 0 for n in names):
             _judge_weights(lab, pattern, example, names, storage, resident)
             return True
     return False

@@ -10,6 +10,7 @@ from trivium.conformance.lab import Lab
 from trivium.conformance.report import Check, Report, Row
 from trivium.errors import BackendUnavailableError, InvalidRequestError
 from trivium.plugin import resolve
+from trivium.plugin.guard import blame, capabilities_of, kernels_of
 
 AREAS: Mapping[str, Callable[[Lab], Iterator[Check]]] = {
     "rules": rules.checks,
@@ -25,10 +26,11 @@ AREAS: Mapping[str, Callable[[Lab], Iterator[Check]]] = {
 
 def open_lab(name: str, options: Mapping[str, Any] | None = None) -> Lab:
     """The backend on the bench. Raises BackendNotFoundError for an unknown name, BackendUnavailableError where this machine lacks
-    the device or what the options ask for, InvalidRequestError for an option that the backend does not know."""
+    the device or what the options ask for, InvalidRequestError for an option that the backend does not know, PluginError for a
+    backend that can't be judged."""
     backend, device = resolve(name)
-    lab = Lab(backend, device, backend.capabilities(device), backend.kernels(device), dict(options or {}))
-    with lab.session():
+    lab = Lab(backend, device, capabilities_of(backend, device), kernels_of(backend, device), dict(options or {}))
+    with blame(f"backend {backend.name!r}: open() and close()"), lab.session():
         return lab
 
 

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import dataclasses
 import itertools
+import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -57,10 +58,15 @@ class Lab:
         """Page sizes that attention is tried with: a small one and the one that the backend likes best."""
         return tuple(dict.fromkeys((self.page_size, self.capabilities.page_sizes[0])))
 
+    @property
+    def step_tokens(self) -> int:
+        """Most tokens that a step may have."""
+        return self.capabilities.max_batched_tokens or sys.maxsize
+
     @contextlib.contextmanager
     def session(self, *, dtype: str | None = None, tokens: int = 64, seqs: int = 16, length: int = 256) -> Iterator[Session]:
         """An open session; host fallbacks are reported in rows, not as warnings."""
-        limits = {"max_batched_tokens": tokens, "max_seqs": seqs, "max_model_len": length}
+        limits = {"max_batched_tokens": min(tokens, self.step_tokens), "max_seqs": seqs, "max_model_len": length}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", HostFallbackWarning)
             session = self.backend.open(self.device, {"dtype": dtype or self.dtypes[0], **limits, **self.options})

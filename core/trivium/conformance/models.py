@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import numpy as np
@@ -21,12 +21,13 @@ from trivium.ops import KVSpec, PagedState, Program, rewrite
 from trivium.ops.examples import STEPS, Sequences
 from trivium.plugin import Backend, Capabilities, Executable, Session, resolve
 from trivium.plugin.select import accepts, patterns
-from trivium.sampling import SamplingParams
+from trivium.sampling import BACKEND_PARAMS, SamplingParams
 
 BUDGETS = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
 """Relative error of logits that computing a tiny model in a dtype may make; 0.1 for any other KV dtype."""
 SCHEDULED = ("llama", "gemma3", "qwen3")
 """Models that are run through the engine."""
+GREEDY: dict[str, Any] = {"temperature": 0.0}
 MAX_LEN = 128
 SEQS = 16
 SEED = 7
@@ -54,7 +55,7 @@ def judge_logits(lab: Lab, name: str) -> Verdict:
     errors = []
     for dtype in lab.dtypes:
         for kv_dtype in lab.capabilities.kv_dtypes:
-            for step in STEPS[1:]:
+            for step in (s for s in STEPS[1:] if s.query_starts[-1] <= lab.step_tokens):
                 example = whole_model(program, step, lab.page_size)
                 outcome = lab.run(example, fused, dtype=dtype, kv_dtype=kv_dtype)
                 budget = max(BUDGETS.get(d, 0.1) for d in (dtype, kv_dtype))
@@ -117,15 +118,18 @@ class Request:
     params: SamplingParams
 
 
-def requests(vocab_size: int) -> list[Request]:
-    """Prompts of unequal length; greedy and seeded ones; some share a prefix."""
+def requests(vocab_size: int, sampling: frozenset[str] | None = None) -> list[Request]:
+    """Prompts of unequal length; greedy and seeded ones, as far as the backend declares the parameters; some share a prefix."""
     rng = np.random.default_rng(SEED)
     prompts = [rng.integers(0, vocab_size, n).tolist() for n in (1, 3, 17, 40, 8, 33)]
     prompts += [[*prompts[3][:32], 5, 9], [*prompts[3], 1]]
     kinds: list[dict[str, Any]] = [
         {"temperature": 0.0}, {"temperature": 0.8, "seed": 3}, {"temperature": 1.0, "seed": 4, "top_k": 20, "top_p": 0.9},
     ]  # fmt: skip
-    return [Request(p, SamplingParams(max_tokens=24 + 4 * i, logprobs=2, **kinds[i % 3])) for i, p in enumerate(prompts)]
+    lacking = set() if sampling is None else set(BACKEND_PARAMS) - sampling
+    lacking |= {"temperature"} if "seed" in lacking else set()  # a draw without a seed could not be compared
+    chosen = [{k: v for k, v in {**kind, "logprobs": 2}.items() if k not in lacking} for kind in kinds]
+    return [Request(p, SamplingParams(max_tokens=24 + 4 * i, **GREEDY | chosen[i % 3])) for i, p in enumerate(prompts)]
 
 
 Tokens = list[tuple[list[int], list[float]]]
@@ -168,7 +172,8 @@ class Generations:
         if "float32" not in self.lab.dtypes or "float32" not in self.lab.capabilities.kv_dtypes:
             return Verdict("the backend does not compute in float32", "skipped")
         backend, device = resolve("reference")
-        reference = Lab(backend, device, backend.capabilities(device), backend.kernels(device))
+        able = replace(backend.capabilities(device), sampling=self.lab.capabilities.sampling)
+        reference = Lab(backend, device, able, backend.kernels(device))
         want = Generations(reference, self.name)._run(page_size=self.lab.page_size)
         return _expect_ids(self._run(dtype="float32", kv_dtype="float32"), want, "those of the reference")
 
@@ -182,10 +187,11 @@ class Generations:
         dtype: str | None = None, kv_dtype: str | None = None, preemptions: list[int] | None = None,
     ) -> Tokens:  # fmt: skip
         """All requests through the engine: together or one by one, with a share of the pages that they need together."""
+        budget = min(budget, self.lab.step_tokens)
         with self.lab.session(dtype=dtype, tokens=budget, seqs=SEQS, length=MAX_LEN) as session:
             model = self._open(session, page_size or self.lab.page_size, share, kv_dtype or self.lab.capabilities.kv_dtypes[0])
             engine = Engine(cast(Any, model), cast(Any, _Numbers()), EngineConfig(SEQS, budget))
-            wanted = requests(model.vocab_size)
+            wanted = requests(model.vocab_size, self.lab.capabilities.sampling)
             rounds = [[r] for r in wanted] if one_by_one else [wanted]
             made = [tokens for some in rounds for tokens in _generate(engine, some)]
             engine.check()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 import warnings
@@ -10,7 +11,9 @@ from collections.abc import Iterator
 from trivium.conformance.lab import Lab
 from trivium.conformance.report import Check, Mismatch, Verdict
 from trivium.errors import InvalidRequestError
+from trivium.ops import OPERATORS
 from trivium.plugin import HostFallbackWarning, Probe
+from trivium.sampling import SamplingParams
 
 _UNTOUCHED = """
 import importlib, pkgutil, sys
@@ -46,7 +49,7 @@ def checks(lab: Lab) -> Iterator[Check]:
 
 
 def judge_capabilities(lab: Lab) -> Verdict:
-    """Every list has an entry, float32 is a weight format, and no activation dtype is both possible and not."""
+    """Every list has an entry, float32 is a weight format, no activation dtype is both possible and not, and names are known."""
     can = lab.capabilities
     formats = [f.name for f in can.weight_formats]
     for name, values in (("dtypes", can.dtypes), ("kv_dtypes", can.kv_dtypes), ("page_sizes", can.page_sizes)):
@@ -57,6 +60,10 @@ def judge_capabilities(lab: Lab) -> Verdict:
     both = set(can.unsupported) & set(can.dtypes)
     if both:
         raise Mismatch(f"{', '.join(sorted(both))} is both possible and unsupported")
+    unknown = sorted((can.sampling or frozenset()) - {f.name for f in dataclasses.fields(SamplingParams)})
+    unknown += sorted({k.op for k in lab.kernels if isinstance(k.op, str)} - set(OPERATORS))
+    if unknown:
+        raise Mismatch(f"{', '.join(unknown)}: no sampling parameter or operator is called so")
     return Verdict(f"activations {', '.join(can.dtypes)}; KV {', '.join(can.kv_dtypes)}")
 
 

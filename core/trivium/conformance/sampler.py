@@ -13,7 +13,7 @@ from trivium.conformance.lab import Lab
 from trivium.conformance.numbers import expect_close
 from trivium.conformance.operators import SEED
 from trivium.conformance.report import Check, Mismatch, Verdict
-from trivium.ops import OPERATORS, Case, Sampled
+from trivium.ops import OPERATORS, Case, Sampled, SampleInputs
 from trivium.ops.sample import plain_inputs
 
 LARGE = 50000
@@ -42,9 +42,26 @@ def large_cases() -> Iterator[tuple[str, Case]]:
         yield f"{LARGE} ids, {name}", Case((logits, plain_inputs(4, **{**draw, **chosen})), {"vocab_size": LARGE - 3})
 
 
+def used(inputs: SampleInputs) -> frozenset[str]:
+    """The parameters of a request that would ask for this."""
+    drawn = np.asarray(inputs.temperature) > 0
+    asked = {
+        "temperature": drawn, "seed": drawn, "top_k": drawn & (inputs.top_k > 0), "top_p": drawn & (inputs.top_p < 1),
+        "min_p": drawn & (inputs.min_p > 0), "repetition_penalty": inputs.repetition != 1,
+        "presence_penalty": inputs.presence != 0, "frequency_penalty": inputs.frequency != 0, "logit_bias": inputs.bias_ids >= 0,
+        "allowed_token_ids": inputs.mask is not None, "logprobs": inputs.top_logprobs >= 0,
+        "prompt_logprobs": inputs.score_ids >= 0,
+    }  # fmt: skip
+    return frozenset(name for name, where in asked.items() if np.any(where))
+
+
 def judge_case(lab: Lab, case: Case) -> Verdict:
     """Samples the case's logits at the end of a one-call Program."""
     logits, inputs = case.args
+    able = lab.capabilities.sampling
+    lacking = [] if able is None else sorted(used(inputs) - able)
+    if lacking or len(logits) > lab.step_tokens:
+        return Verdict(f"the backend does not declare {', '.join(lacking)}" if lacking else "more rows than in a step", "skipped")
     dtype = "float32" if "float32" in lab.dtypes else lab.dtypes[0]
     unchanged = Case((logits,), {"factor": 1.0})
     example = make_example(OPERATORS["scale"], unchanged, dtype=dtype, page_size=lab.page_size)

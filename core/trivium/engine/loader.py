@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import contextlib
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -15,6 +16,7 @@ from trivium.models import build, describe
 from trivium.ops import Constant, Group, KVSpec, Program, Weight, rewrite
 from trivium.plugin import Backend, Capabilities, Device, Executable, Session, WeightFormat
 from trivium.plugin import resolve as resolve_backend
+from trivium.plugin.guard import blame, capabilities_of, kernels_of
 from trivium.plugin.select import accepts, patterns
 from trivium.text import Tokenizer
 from trivium.weights import Checkpoint, open_checkpoint
@@ -22,6 +24,8 @@ from trivium.weights import resolve as resolve_model
 
 MEMORY_SHARE = 0.4
 """Share of the free memory that the page pool may take when its size is not given."""
+STEP_TOKENS = 512
+"""max_num_batched_tokens when it is not given, unless the backend's limit is lower."""
 _SAMPLE_FORMATS = ("float32", "float16", "bfloat16")
 
 
@@ -36,7 +40,7 @@ class LoadOptions:
     block_size: int | None = None
     num_kv_blocks: int | None = None
     max_num_seqs: int = 64
-    max_num_batched_tokens: int = 512
+    max_num_batched_tokens: int | None = None
     max_model_len: int | None = None
     strict: bool = False
     backend_options: Mapping[str, Any] = field(default_factory=dict)
@@ -46,6 +50,8 @@ class LoadOptions:
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
                 raise InvalidRequestError(f"{name} must be a positive integer, not {value!r}", param=name)
+        if self.max_model_len == 1:
+            raise InvalidRequestError("max_model_len 1 has no room for a prompt and a token; give at least 2", param="max_model_len")
 
 
 class Route(NamedTuple):
@@ -73,6 +79,7 @@ class Loaded:
     num_pages: int
     vocab_size: int
     max_model_len: int
+    max_num_batched_tokens: int
     eos_ids: frozenset[int]
     fingerprint: str
     tokenizer: Tokenizer
@@ -105,7 +112,7 @@ def plan(model: str, backend: str = "auto", options: LoadOptions | None = None, 
     """Finds the model and the backend, traces and fuses the Program and chooses every weight's route; loads nothing."""
     options = options or LoadOptions()
     chosen, device = resolve_backend(backend)
-    capabilities = chosen.capabilities(device)
+    capabilities = capabilities_of(chosen, device)
     _check_choice("dtype", options.dtype, (*capabilities.dtypes, *_float_formats(capabilities)), capabilities)
     _check_choice("kv_dtype", options.kv_dtype, capabilities.kv_dtypes, capabilities)
     path = resolve_model(model, progress=progress)
@@ -116,7 +123,7 @@ def plan(model: str, backend: str = "auto", options: LoadOptions | None = None, 
         message = f"max_model_len {max_model_len} is more than the model's {positions} positions"
         raise InvalidRequestError(message, param="max_model_len")
     traced = build(checkpoint.config, max_model_len=max_model_len)
-    kernels = chosen.kernels(device)
+    kernels = kernels_of(chosen, device)
     program = rewrite(traced, patterns(kernels), accept=lambda call: accepts(call, kernels))
     routes = tuple(_route(c, program, checkpoint, capabilities, options) for c in program.constants)
     return Plan(path, checkpoint, chosen, device, capabilities, traced, program, routes, max_model_len)
@@ -129,39 +136,51 @@ def load(
     options = options or LoadOptions()
     p = plan(model, backend, options, progress=progress is not None)
     tokenizer = Tokenizer.from_data(p.checkpoint.tokenizer_data())
-    session = p.backend.open(p.device, _backend_options(p, options))
+    tokens = _step_tokens(p.capabilities, options.max_num_batched_tokens)
+    given = _backend_options(p, options, tokens)
+    with blame(f"backend {p.backend.name!r}: open()"):
+        session = p.backend.open(p.device, given)
     try:
-        return _load_into(session, model, p, tokenizer, options, progress)
+        with blame(f"backend {p.backend.name!r}: loading {model}"):
+            return _load_into(session, model, p, tokenizer, options, tokens, progress)
     except BaseException:
-        session.close()
+        with contextlib.suppress(Exception):  # what went wrong first is the news
+            session.close()
         raise
 
 
 def _load_into(
-    session: Session, model: str, p: Plan, tokenizer: Tokenizer, options: LoadOptions, progress: Callable[[int, int], None] | None
-) -> Loaded:
+    session: Session, model: str, p: Plan, tokenizer: Tokenizer, options: LoadOptions, tokens: int,
+    progress: Callable[[int, int], None] | None,
+) -> Loaded:  # fmt: skip
     weights = _load_weights(session, p, progress)
     spec = plan_groups(p.program.states, _page_size(p.capabilities, options), _kv_dtype(p.capabilities, options))
-    pages, max_model_len = _pool_size(session, spec, p.max_model_len, options)
+    pages, max_model_len = _pool_size(session, spec, p.max_model_len, options, tokens)
     session.kv_store(spec, pages)
     vocab_size = min(p.program.vocab_size, tokenizer.vocab_size)
     program = replace(p.program, vocab_size=vocab_size)
     return Loaded(
         name=model, backend=p.backend, device=p.device, capabilities=p.capabilities, session=session, program=program,
         executable=session.compile(program, weights), kv_spec=spec, num_pages=pages, vocab_size=vocab_size,
-        max_model_len=max_model_len, eos_ids=_eos_ids(p.checkpoint, tokenizer), fingerprint=p.checkpoint.fingerprint,
-        tokenizer=tokenizer, generation_config=p.checkpoint.generation_config,
+        max_model_len=max_model_len, max_num_batched_tokens=tokens, eos_ids=_eos_ids(p.checkpoint, tokenizer),
+        fingerprint=p.checkpoint.fingerprint, tokenizer=tokenizer, generation_config=p.checkpoint.generation_config,
         routes=tuple(Route(c.value.name, w.format, f.name, exact, w.nbytes) for c, w, f, exact in p.routes if w is not None),
     )  # fmt: skip
 
 
-def _backend_options(p: Plan, options: LoadOptions) -> dict[str, Any]:
-    limit = p.capabilities.max_batched_tokens
-    if limit is not None and options.max_num_batched_tokens > limit:
-        raise InvalidRequestError(f"max_num_batched_tokens {options.max_num_batched_tokens} is over the backend's limit of {limit}")
+def _step_tokens(capabilities: Capabilities, asked: int | None) -> int:
+    """Tokens a step: as asked, which the backend must be able to, else STEP_TOKENS or the backend's limit."""
+    limit = capabilities.max_batched_tokens or max(asked or 0, STEP_TOKENS)
+    if asked is not None and asked > limit:
+        message = f"max_num_batched_tokens {asked} is over this backend's limit; give {limit} or less, or leave it out"
+        raise InvalidRequestError(message, param="max_num_batched_tokens")
+    return asked or min(STEP_TOKENS, limit)
+
+
+def _backend_options(p: Plan, options: LoadOptions, tokens: int) -> dict[str, Any]:
     activations = options.dtype if options.dtype in p.capabilities.dtypes else p.capabilities.dtypes[0]
     return {
-        "dtype": activations, "max_batched_tokens": options.max_num_batched_tokens, "max_seqs": options.max_num_seqs,
+        "dtype": activations, "max_batched_tokens": tokens, "max_seqs": options.max_num_seqs,
         "max_model_len": p.max_model_len, "strict": options.strict, **options.backend_options,
     }  # fmt: skip
 
@@ -239,7 +258,7 @@ def _as_weight(constant: Constant) -> Weight:
 def _page_size(capabilities: Capabilities, options: LoadOptions) -> int:
     sizes = capabilities.page_sizes
     if options.block_size is not None and options.block_size not in sizes:
-        message = f"block_size {options.block_size} is not possible on this backend; {_sizes(sizes)} are"
+        message = f"block_size {options.block_size} is not possible on this backend; choose from {_sizes(sizes)}"
         raise InvalidRequestError(message, param="block_size")
     return options.block_size or sizes[0]
 
@@ -265,15 +284,15 @@ def _pages_for(spec: KVSpec, length: int, chunk: int) -> int:
     return sum(map(of_group, spec.groups))
 
 
-def _pool_size(session: Session, spec: KVSpec, max_model_len: int, options: LoadOptions) -> tuple[int, int]:
+def _pool_size(session: Session, spec: KVSpec, max_model_len: int, options: LoadOptions, tokens: int) -> tuple[int, int]:
     """(pages, max_model_len): as asked, else what the memory share holds; a context nobody asked for is cut to what fits."""
     page_bytes = session.page_bytes(spec)
     if options.num_kv_blocks is not None:
         pages = options.num_kv_blocks
     else:
         affordable = int(session.memory().free * MEMORY_SHARE) // max(page_bytes, 1)
-        pages = min(affordable, options.max_num_seqs * _pages_for(spec, max_model_len, options.max_num_batched_tokens))
-    fits = _longest(spec, pages, max_model_len, options.max_num_batched_tokens)
+        pages = min(affordable, options.max_num_seqs * _pages_for(spec, max_model_len, tokens))
+    fits = _longest(spec, pages, max_model_len, tokens)
     if fits < 1:
         raise CapacityError(f"{pages} pages of {page_bytes} bytes hold no sequence at all; free memory or raise num_kv_blocks")
     if fits < max_model_len and options.max_model_len is not None and options.num_kv_blocks is None:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import json
+import re
+import sys
+import threading
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import EntryPoint, entry_points
@@ -12,9 +17,12 @@ import pluggy
 
 from trivium.errors import BackendNotFoundError, BackendUnavailableError, PluginError, TriviumError
 from trivium.plugin.contract import API_VERSION, Backend, Device, Probe
+from trivium.plugin.guard import blame
 from trivium.plugin.hooks import PROJECT, Hooks
 
 OLDEST_API_VERSION = max(1, API_VERSION - 1)
+PROBE_SECONDS = 60.0
+"""A probe that takes longer is given up."""
 
 
 class Status(NamedTuple):
@@ -28,7 +36,7 @@ class Status(NamedTuple):
 
     def to_json(self) -> dict[str, Any]:
         """The status as plain JSON values."""
-        devices = [asdict(d) for d in self.devices]
+        devices = json.loads(json.dumps([asdict(d) for d in self.devices], default=str))
         return {**self._asdict(), "devices": devices, "available": bool(self.devices)}
 
 
@@ -47,14 +55,8 @@ class Plugin:
         """Imports the plugin and checks its Backend against the contract; raises PluginError with the reason."""
         if len(self.entry_points) > 1:
             raise PluginError(f"two plugins are called {self.name!r}: {' and '.join(self.distributions)}; uninstall one")
-        try:
-            module = self.entry_points[0].load()
-            backend = _call_hook(module)
-        except TriviumError:
-            raise
-        except (Exception, SystemExit) as e:
-            raise PluginError(f"plugin {self.name!r} ({self.distributions[0]}) failed to load: {type(e).__name__}: {e}") from e
-        return _checked(self, backend)
+        with blame(f"plugin {self.name!r} ({self.distributions[0]}): loading it"), contextlib.redirect_stdout(sys.stderr):
+            return _checked(self, _call_hook(self.entry_points[0].load()))
 
     def status(self) -> Status:
         """Loads and probes; never raises."""
@@ -86,14 +88,30 @@ def _checked(plugin: Plugin, backend: Any) -> Backend:
         raise PluginError(f"{where} returned a {type(backend).__name__}, not a trivium.plugin.Backend")
     if backend.name != plugin.name:
         raise PluginError(f"{where} calls its backend {backend.name!r}; the entry point's name and the backend's must be equal")
+    if plugin.name == "auto" or not re.fullmatch("[a-z0-9_.-]+", plugin.name):
+        raise PluginError(f"{where}: a backend's name is lower case without blanks and colons, and not 'auto'")
+    if type(backend.priority) is not int or not isinstance(getattr(backend, "version", None), str):
+        raise PluginError(f"{where}: priority must be an int and version a string")
     return backend
 
 
 def safe_probe(backend: Backend) -> Probe:
-    """backend.probe(), with an exception (which the contract forbids) turned into a reason."""
+    """backend.probe(), with what the contract forbids (an exception, a hang, something else than a Probe) turned into a reason."""
+    found: list[Probe] = []
+    thread = threading.Thread(target=lambda: found.append(_probe(backend)), daemon=True)
+    with contextlib.redirect_stdout(sys.stderr):
+        thread.start()
+        thread.join(PROBE_SECONDS)
+    return found[0] if found else Probe((), f"probe() has not answered for {PROBE_SECONDS:g} seconds")
+
+
+def _probe(backend: Backend) -> Probe:
     try:
-        return backend.probe()
-    except (Exception, SystemExit) as e:
+        probe = backend.probe()
+        if not isinstance(probe, Probe) or not all(isinstance(d, Device) for d in probe.devices):
+            return Probe((), f"probe() returned {probe!r}, not a Probe of Devices")
+        return probe if probe.devices else Probe((), probe.reason or "it does not say why")
+    except BaseException as e:
         return Probe((), f"probe failed: {type(e).__name__}: {e}")
 
 
@@ -155,6 +173,6 @@ def _pick(base: str, devices: Sequence[Device], wanted: str) -> Device:
 
 
 def _unknown(name: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(name, known, 1)
+    near = difflib.get_close_matches(name.lower(), known, 1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     return f"no backend is called {name!r}{hint} (installed: auto, {', '.join(known)})"
