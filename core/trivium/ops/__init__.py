@@ -6,7 +6,7 @@ from trivium.ops.batch import Batch, Sampled, SampleInputs
 from trivium.ops.builder import Builder
 from trivium.ops.opset import OPERATORS, new_builder
 from trivium.ops.patterns import evaluate, interpret
-from trivium.ops.program import INPUTS, Call, Constant, Pattern, Program, StateDecl, Value, walk_values
+from trivium.ops.program import INPUTS, Call, Constant, Pattern, Program, StateDecl, Value
 from trivium.ops.rewrite import rewrite
 from trivium.ops.schema import OPSET, Arg, Case, Operator, Shape, Signature, Tolerance, collect, operator
 from trivium.ops.state import Group, KVSpec, LatentKV, PagedKV, PagedState, Recurrent, RecurrentState, StateSpec
@@ -16,5 +16,5 @@ __all__ = [
     "INPUTS", "OPERATORS", "OPSET", "Arg", "Batch", "Builder", "Call", "Case", "Constant", "Group", "KVSpec", "LatentKV",
     "Operator", "PagedKV", "PagedState", "Pattern", "Program", "Recurrent", "RecurrentState", "SampleInputs", "Sampled", "Shape",
     "Signature", "StateDecl", "StateSpec", "Tolerance", "Value", "Weight", "collect", "evaluate", "interpret", "new_builder",
-    "operator", "rewrite", "walk_values",
+    "operator", "rewrite",
 ]  # fmt: skip

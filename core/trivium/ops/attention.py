@@ -58,22 +58,29 @@ def attend(q: Array, k: Array, v: Array, visible: Array, scale: float, softcap: 
     if softcap is not None:
         scores = np.float32(softcap) * np.tanh(scores / np.float32(softcap))
     scores = np.where(visible, scores, np.float32(-np.inf))
-    top = scores.max(axis=-1, keepdims=True)
-    sink = None if sinks is None else sinks.reshape(kv_heads, -1, 1, 1)
-    top = top if sink is None else np.maximum(top, sink)
+    sink = np.float32(-np.inf) if sinks is None else sinks.reshape(kv_heads, -1, 1, 1)
+    top = np.maximum(scores.max(axis=-1, keepdims=True), sink)
     weights = np.exp(scores - top)
-    total = weights.sum(axis=-1, keepdims=True)
-    total = total if sink is None else total + np.exp(sink - top)
+    total = weights.sum(axis=-1, keepdims=True) + np.exp(sink - top)
     out: Array = np.matmul(weights / total, v.transpose(1, 0, 2)[:, None])
     return out.transpose(2, 0, 1, 3).reshape(queries, heads, v.shape[-1])
 
 
-def visible_positions(first: int, queries: int, context: int, window: int | None, causal: bool) -> tuple[int, Array]:
-    """The first position that any query reads, and bool[queries, positions from there on]."""
-    start = max(0, first - window + 1) if window is not None else 0
-    at, query = np.arange(start, context), np.arange(first, first + queries)[:, None]
-    mask: Array = at <= query if causal else np.ones((queries, len(at)), bool)
-    return start, mask if window is None else mask & (at > query - window)
+def sequences_of(
+    kv: PagedState, query_starts: Array, context_lens: Array, window: int | None = None, causal: bool = True
+) -> Iterator[tuple[slice, Array, Array, Array]]:
+    """Each sequence that has queries: their rows, the keys and values from the first position that any reads, and
+    bool[queries, positions from there on]: which are visible."""
+    for s, context in enumerate(context_lens.tolist()):
+        begin, end = int(query_starts[s]), int(query_starts[s + 1])
+        if begin == end:
+            continue
+        query = np.arange(context - (end - begin), context)[:, None]
+        start = 0 if window is None else max(0, int(query[0, 0]) - window + 1)
+        at = np.arange(start, context)
+        mask = (at <= query) | (not causal)
+        k, v = (read_positions(pages, kv.block_table[s], start, context) for pages in (kv.k, kv.v))
+        yield slice(begin, end), k, v, mask if window is None else mask & (at > query - window)
 
 
 def _attention_cases(rng: Rng) -> Iterator[Case]:
@@ -118,12 +125,6 @@ def paged_attention(
     (Vaswani et al., "Attention Is All You Need", 2017; Kwon et al., "PagedAttention", 2023; sinks as in gpt-oss).
     """
     y = np.zeros((q.shape[0], q.shape[1], kv.v.shape[-1]), np.float32)
-    for s, context in enumerate(context_lens.tolist()):
-        begin, end = int(query_starts[s]), int(query_starts[s + 1])
-        if begin == end:
-            continue
-        start, visible = visible_positions(context - (end - begin), end - begin, context, window, causal)
-        k = read_positions(kv.k, kv.block_table[s], start, context)
-        v = read_positions(kv.v, kv.block_table[s], start, context)
-        y[begin:end] = attend(q[begin:end], k, v, visible, scale, softcap, sinks)
+    for rows, k, v, visible in sequences_of(kv, query_starts, context_lens, window, causal):
+        y[rows] = attend(q[rows], k, v, visible, scale, softcap, sinks)
     return y

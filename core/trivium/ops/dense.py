@@ -159,18 +159,19 @@ ACTIVATIONS: Mapping[str, Callable[[Array], Array]] = {
 """The kinds of activation."""
 
 
-def _check_kind(op: str, kind: str) -> None:
-    if kind not in ACTIVATIONS:
-        raise ProgramError(f"{op}: no activation is called {kind!r}; there are {', '.join(ACTIVATIONS)}")
+def _infer_activation(shapes: Sequence[Shape | None], attrs: Mapping[str, Any]) -> tuple[Shape, ...]:
+    """For `activation` and, with two equal shapes, `gated`."""
+    if attrs["kind"] not in ACTIVATIONS:
+        raise ProgramError(f"no activation is called {attrs['kind']!r}; there are {', '.join(ACTIVATIONS)}")
+    if shapes[0] != shapes[-1]:
+        raise ProgramError(f"gated: gate is {shapes[0]}, up is {shapes[1]}; they must be equal")
+    if attrs.get("alpha", 1.0) != 1.0 and attrs["kind"] != "silu":
+        raise ProgramError(f"gated: alpha is defined for silu only, not for {attrs['kind']}")
+    return (shapes[0] or (),)
 
 
 def _activation_cases(rng: Rng) -> Iterator[Case]:
     return _row_cases(rng, [{"kind": kind} for kind in ACTIVATIONS])
-
-
-def _infer_activation(shapes: Sequence[Shape | None], attrs: Mapping[str, Any]) -> tuple[Shape, ...]:
-    _check_kind("activation", attrs["kind"])
-    return (shapes[0] or (),)
 
 
 @operator("x[..., n] -> y[..., n]", cases=_activation_cases, tolerances=tolerances(), infer=_infer_activation)
@@ -189,26 +190,13 @@ def apply_gate(gate: Array, up: Array, kind: str, limit: float | None, alpha: fl
 
 
 def _gated_cases(rng: Rng) -> Iterator[Case]:
-    attrs: list[dict[str, Any]] = [
-        {"kind": "silu"},
-        {"kind": "gelu_tanh"},
-        {"kind": "gelu"},
-        {"limit": 1.5, "alpha": 1.702, "up_offset": 1.0},
-    ]
+    clipped = {"limit": 1.5, "alpha": 1.702, "up_offset": 1.0}
     for rows, n in zip(ROWS, (8, 5, 16, 33, 64)):
-        yield from (Case((normal(rng, rows, n) * 2, normal(rng, rows, n) * 2), a) for a in attrs)
+        for attrs in ({"kind": "silu"}, {"kind": "gelu_tanh"}, {"kind": "gelu"}, clipped):
+            yield Case((normal(rng, rows, n) * 2, normal(rng, rows, n) * 2), attrs)
 
 
-def _infer_gated(shapes: Sequence[Shape | None], attrs: Mapping[str, Any]) -> tuple[Shape, ...]:
-    _check_kind("gated", attrs["kind"])
-    if shapes[0] != shapes[1]:
-        raise ProgramError(f"gated: gate is {shapes[0]}, up is {shapes[1]}; they must be equal")
-    if attrs["alpha"] != 1.0 and attrs["kind"] != "silu":
-        raise ProgramError(f"gated: alpha is defined for silu only, not for {attrs['kind']}")
-    return (shapes[0] or (),)
-
-
-@operator("gate[..., n], up[..., n] -> y[..., n]", cases=_gated_cases, tolerances=tolerances(2), infer=_infer_gated)
+@operator("gate[..., n], up[..., n] -> y[..., n]", cases=_gated_cases, tolerances=tolerances(2), infer=_infer_activation)
 def gated(
     gate: Array, up: Array, *, kind: str = "silu", limit: float | None = None, alpha: float = 1.0, up_offset: float = 0.0
 ) -> Array:

@@ -56,14 +56,9 @@ STEPS = (
 
 
 def paged_state(
-    rng: Rng,
-    step: Sequences,
-    key_shape: tuple[int, int],
-    value_shape: tuple[int, int],
-    *,
-    page_size: int = 4,
-    window: int | None = None,
-) -> PagedState:
+    rng: Rng, step: Sequences, key_shape: tuple[int, int], value_shape: tuple[int, int],
+    *, page_size: int = 4, window: int | None = None,
+) -> PagedState:  # fmt: skip
     """A state whose sequences hold random tokens on pages in random order; pages behind the window are given back (-1)."""
     used = [-(-int(c) // page_size) for c in step.context_lens]
     pages = rng.permutation(sum(used) + 3).astype(np.int32)

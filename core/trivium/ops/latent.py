@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from trivium.ops.attention import attend, read_positions, visible_positions, write_slots
+from trivium.ops.attention import attend, sequences_of, write_slots
 from trivium.ops.examples import ROWS, STEPS, Array, Rng, normal, paged_state, sequences, tolerances
 from trivium.ops.schema import Case, operator
 from trivium.ops.state import PagedState
@@ -49,12 +49,6 @@ def latent_attention(
     paged_attention. The projections into and out of the latent space are the caller's (head_linear)."""
     q = np.concatenate([q_latent, q_rope], axis=-1)
     y = np.zeros_like(q_latent)
-    for s, context in enumerate(context_lens.tolist()):
-        begin, end = int(query_starts[s]), int(query_starts[s + 1])
-        if begin == end:
-            continue
-        _, visible = visible_positions(context - (end - begin), end - begin, context, None, True)
-        latent = read_positions(kv.k, kv.block_table[s], 0, context)
-        keys = np.concatenate([latent, read_positions(kv.v, kv.block_table[s], 0, context)], axis=-1)
-        y[begin:end] = attend(q[begin:end], keys, latent, visible, scale, None, None)
+    for rows, latent, rope, visible in sequences_of(kv, query_starts, context_lens):
+        y[rows] = attend(q[rows], np.concatenate([latent, rope], axis=-1), latent, visible, scale, None, None)
     return y

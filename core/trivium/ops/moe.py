@@ -29,13 +29,10 @@ def _infer_route(shapes: Sequence[Shape | None], attrs: Mapping[str, Any]) -> tu
     tokens, experts = shapes[0] or (0, 0)
     if attrs["scoring"] not in SCORINGS:
         raise ProgramError(f"moe_route: no scoring is called {attrs['scoring']!r}; there are {', '.join(SCORINGS)}")
-    if (
-        not isinstance(experts, int)
-        or experts % attrs["groups"]
-        or attrs["top_k"] > experts * attrs["top_groups"] // attrs["groups"]
-    ):
-        raise ProgramError(f"moe_route: {attrs['top_k']} of {experts} experts in {attrs['groups']} groups don't fit together")
-    return (tokens, attrs["top_k"]), (tokens, attrs["top_k"])
+    top_k, groups = attrs["top_k"], attrs["groups"]
+    if not isinstance(experts, int) or experts % groups or top_k > experts * attrs["top_groups"] // groups:
+        raise ProgramError(f"moe_route: {top_k} of {experts} experts in {groups} groups don't fit together")
+    return (tokens, top_k), (tokens, top_k)
 
 
 def _softmax(x: Array) -> Array:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -113,12 +113,3 @@ class Pattern:
     @property
     def doc(self) -> str:
         return self.fn.__doc__ or ""
-
-
-def walk_values(program: Program) -> Iterator[Value]:
-    """Every value of the Program in order of definition."""
-    yield from program.inputs
-    yield from (c.value for c in program.constants)
-    yield from (s.value for s in program.states)
-    for call in program.calls:
-        yield from call.results

@@ -23,13 +23,10 @@ def spans(s: RecurrentState, query_starts: Array, context_lens: Array) -> Iterat
 def _delta_cases(rng: Rng) -> Iterator[Case]:
     for step, (heads, dk, dv) in zip(STEPS, ((1, 8, 8), (2, 16, 8), (3, 5, 7), (4, 16, 32), (2, 32, 16), (1, 4, 4))):
         tokens = int(step.query_starts[-1])
-        q, k, v = (
-            normal(rng, tokens, heads, dk),
-            normal(rng, tokens, heads, dk) / np.float32(dk**0.5),
-            normal(rng, tokens, heads, dv),
-        )
+        q, k, v = normal(rng, tokens, heads, dk), normal(rng, tokens, heads, dk), normal(rng, tokens, heads, dv)
         g, beta = -rng.uniform(0, 1, (tokens, heads)).astype(np.float32), rng.uniform(0, 1, (tokens, heads)).astype(np.float32)
-        yield Case((q, k, v, g, beta, recurrent_state(rng, step, (heads, dk, dv)), *step), {"scale": dk**-0.5})
+        s = recurrent_state(rng, step, (heads, dk, dv))
+        yield Case((q, k / np.float32(dk**0.5), v, g, beta, s, *step), {"scale": dk**-0.5})
 
 
 @operator(
@@ -39,17 +36,9 @@ def _delta_cases(rng: Rng) -> Iterator[Case]:
     tolerances=tolerances(10),
 )
 def gated_delta_rule(
-    q: Array,
-    k: Array,
-    v: Array,
-    g: Array,
-    beta: Array,
-    s: RecurrentState,
-    query_starts: Array,
-    context_lens: Array,
-    *,
-    scale: float,
-) -> tuple[Array, RecurrentState]:
+    q: Array, k: Array, v: Array, g: Array, beta: Array, s: RecurrentState, query_starts: Array, context_lens: Array,
+    *, scale: float,
+) -> tuple[Array, RecurrentState]:  # fmt: skip
     """Linear attention with decay and overwriting; the state S of a head is [dk, dv], Recurrent((heads, dk, dv)).
 
     Token by token: S = exp(g)·S; S = S + beta · k ⊗ (v - Sᵀk); y = scale · Sᵀq. A sequence whose context starts in this step
@@ -80,15 +69,9 @@ def _conv_cases(rng: Rng) -> Iterator[Case]:
     tolerances=tolerances(2),
 )
 def short_conv(
-    x: Array,
-    weight: Array,
-    bias: Array | None,
-    s: RecurrentState,
-    query_starts: Array,
-    context_lens: Array,
-    *,
-    kind: str | None = None,
-) -> tuple[Array, RecurrentState]:
+    x: Array, weight: Array, bias: Array | None, s: RecurrentState, query_starts: Array, context_lens: Array,
+    *, kind: str | None = None,
+) -> tuple[Array, RecurrentState]:  # fmt: skip
     """Causal convolution of each channel along its sequence: y[t] = f(sum over i of weight[:, i] · x[t-width+1+i] + bias), f an
     activation or none. The state is the last width-1 inputs, oldest first, Recurrent((width-1, channels)); before the beginning
     of a sequence the inputs are zeros."""

@@ -37,10 +37,9 @@ class _Settings(NamedTuple):
         value = self.parameters.get(name)
         value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-            kind = self.parameters.get("rope_type")
-            raise CheckpointError(
-                f"rope parameters of type {kind!r} need a positive number {name}; the model says {value!r}", param=name
-            )
+            kind = self.parameters["rope_type"]
+            message = f"rope parameters of type {kind!r} need a positive number {name}; the model says {value!r}"
+            raise CheckpointError(message, param=name)
         return float(value)
 
     def list_of(self, name: str) -> Array:
@@ -57,10 +56,6 @@ class _Settings(NamedTuple):
         """theta^(2i/dim), float32[half]: positions a radian."""
         exponents = np.arange(0, self.dim, 2, dtype=np.float32) / np.float32(self.dim)
         return np.float32(self.theta if theta is None else theta) ** exponents
-
-
-def _default(s: _Settings) -> Rope:
-    return Rope(1 / s.wavelengths(), 1.0)
 
 
 def _linear(s: _Settings) -> Rope:
@@ -107,11 +102,10 @@ def _yarn_scale(s: _Settings, factor: float) -> float:
     def mscale(weight: float) -> float:
         return 0.1 * weight * math.log(factor) + 1 if factor > 1 else 1.0
 
-    if s.parameters.get("attention_factor") is not None:
-        return s.number("attention_factor")
+    natural = mscale(1.0)
     if s.parameters.get("mscale") and s.parameters.get("mscale_all_dim"):
-        return mscale(s.number("mscale")) / mscale(s.number("mscale_all_dim"))
-    return mscale(1.0)
+        natural = mscale(s.number("mscale")) / mscale(s.number("mscale_all_dim"))
+    return s.number("attention_factor", natural)
 
 
 def _longrope(s: _Settings) -> Rope:
@@ -130,29 +124,33 @@ def _factors(s: _Settings) -> Rope:
 
 
 _KINDS: Mapping[str, Callable[[_Settings], Rope]] = {
-    "default": _default, "linear": _linear, "dynamic": _dynamic, "llama3": _llama3, "yarn": _yarn, "longrope": _longrope,
-    "su": _longrope, "factors": _factors,
+    "default": lambda s: Rope(1 / s.wavelengths(), 1.0), "linear": _linear, "dynamic": _dynamic, "llama3": _llama3, "yarn": _yarn,
+    "longrope": _longrope, "su": _longrope, "factors": _factors,
 }  # fmt: skip
 
 
-def rope_frequencies(
-    parameters: Mapping[str, Any], dim: int, *, theta: float, max_positions: float, max_model_len: float | None = None
-) -> Rope:
-    """The table for `dim` rotated numbers a head.
+def rope_from_config(
+    config: Mapping[str, Any], head_dim: int, *,
+    max_model_len: int | None = None, theta: float | None = None, layer_type: str | None = None,
+) -> Rope:  # fmt: skip
+    """The table that a configuration asks for, whichever spelling it uses (rope_parameters, or rope_scaling and rope_theta;
+    rope_type or type).
 
-    parameters: HF rope parameters ("rope_type" or "type", "factor", ...). max_positions: max_position_embeddings. max_model_len:
-    the longest context that will be served (default: max_positions). Raises UnsupportedError for an unknown type and
+    `max_model_len`: the longest context that will be served (default: max_position_embeddings); `theta` overrides the
+    configuration's; `layer_type` chooses where each type of layer has its own. Raises UnsupportedError for an unknown type and
     CheckpointError for a missing or impossible value.
     """
-    kind = parameters.get("rope_type") or parameters.get("type") or "default"
+    parameters = _parameters(config, layer_type)
+    kind = parameters["rope_type"] = parameters.get("rope_type") or parameters.get("type") or "default"
     make = _KINDS.get(kind) if isinstance(kind, str) else None
     if make is None:
         raise UnsupportedError(f"rope type {kind!r} is not known; known are {', '.join(_KINDS)}", param="rope_type")
+    s = _Settings(parameters, 0, 0, 0, 0)
+    dim, positions = int(head_dim * s.number("partial_rotary_factor")), s.number("max_position_embeddings")
     if dim < 2 or dim % 2:
         raise CheckpointError(f"{dim} rotated numbers a head is not a positive even number", param="partial_rotary_factor")
-    named = {**parameters, "rope_type": kind}
-    settings = _Settings(named, theta, dim, max_positions, max_model_len or max_positions)
-    inv_freq, scale = make(settings)
+    base = s.number("rope_theta") if theta is None else theta
+    inv_freq, scale = make(_Settings(parameters, base, dim, positions, max_model_len or positions))
     return Rope(np.asarray(inv_freq, np.float32), scale)
 
 
@@ -162,31 +160,11 @@ def _parameters(config: Mapping[str, Any], layer_type: str | None) -> dict[str, 
     if not isinstance(found, Mapping):
         raise CheckpointError(f"rope parameters must be a table of names and values, not {found!r}", param="rope_parameters")
     if layer_type is not None and isinstance(found.get(layer_type), Mapping):
-        return dict(found[layer_type])
-    nested = [name for name, value in found.items() if isinstance(value, Mapping)]
-    if nested:
+        found = found[layer_type]
+    elif nested := [name for name, value in found.items() if isinstance(value, Mapping)]:
         raise CheckpointError(f"rope parameters are given for {', '.join(nested)}, not for {layer_type}", param="rope_parameters")
-    return dict(found)
-
-
-def rope_from_config(
-    config: Mapping[str, Any],
-    head_dim: int,
-    *,
-    max_model_len: int | None = None,
-    theta: float | None = None,
-    layer_type: str | None = None,
-) -> Rope:
-    """The table that a configuration asks for, whichever spelling it uses (rope_parameters, or rope_scaling and rope_theta;
-    rope_type or type). `theta` overrides the configuration's; `layer_type` chooses where each type of layer has its own."""
-    parameters = _parameters(config, layer_type)
-    if config.get("original_max_position_embeddings"):
-        parameters["original_max_position_embeddings"] = config["original_max_position_embeddings"]
+    original = config.get("original_max_position_embeddings")
+    parameters = {**found, "original_max_position_embeddings": original} if original else dict(found)
     for name, default in (("rope_theta", 10000.0), ("partial_rotary_factor", 1.0), ("max_position_embeddings", 2048)):
         parameters.setdefault(name, config.get(name, default))
-    s = _Settings(parameters, 0, head_dim, 0, 0)
-    dim = int(head_dim * s.number("partial_rotary_factor"))
-    base = s.number("rope_theta") if theta is None else theta
-    return rope_frequencies(
-        parameters, dim, theta=base, max_positions=s.number("max_position_embeddings"), max_model_len=max_model_len
-    )
+    return parameters
