@@ -108,7 +108,7 @@ class CpuSession(Session):
         try:
             low.set_arenas(tokens, seqs)
         except MemoryError as e:
-            message = f"a step of {tokens} tokens of {seqs} sequences does not fit in memory; lower max_num_batched_tokens or max_num_seqs"
+            message = f"a step of {tokens} tokens of {seqs} sequences is too large; lower max_num_batched_tokens or max_num_seqs"
             raise CapacityError(message) from e
         executable = TapeExecutable(self, low)
         if self._options.get("profile"):
