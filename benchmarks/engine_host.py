@@ -18,6 +18,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+
 from trivium.engine import Engine, EngineConfig
 from trivium.ops import Batch, Sampled
 from trivium.sampling import SamplingParams

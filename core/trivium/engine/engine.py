@@ -50,7 +50,7 @@ class EngineConfig:
 
 @dataclass
 class Stats:
-    """Totals since the start. device_seconds: inside run() and tokens(); host_seconds: the rest of the steps' time."""
+    """Totals since the start. device_seconds: from run() until tokens() has what it made; host_seconds: the rest of the steps' time."""
 
     steps: int = 0
     failed_steps: int = 0
@@ -75,6 +75,7 @@ class _Flight(NamedTuple):
     plan: StepPlan
     rows: list[RowMap]
     step: Step
+    started: float
 
 
 class Engine:
@@ -224,7 +225,7 @@ class Engine:
 
     def _run(self, plan: StepPlan, began: float) -> list[Completion]:
         flight = self._launch(plan, began)
-        return self._commit(flight, self._wait(flight), began)
+        return self._commit(flight, *self._wait(flight), began)
 
     def _launch(self, plan: StepPlan, began: float) -> _Flight:
         """Reserves pages, builds the Batch, starts it on the device. Undone if it fails."""
@@ -235,9 +236,7 @@ class Engine:
             inputs = build_inputs(self._sampler_rows(plan.entries, rows), self.model.vocab_size)
             batch = make_batch(plan.entries, rows, self.kv, inputs)
             started, ran = self._clock(), True
-            step = self.model.executable.run(batch)
-            self.stats.device_seconds += self._clock() - started
-            return _Flight(plan, rows, step)
+            return _Flight(plan, rows, self.model.executable.run(batch), started)
         except BaseException:
             self.scheduler.roll_back(plan, ran=ran)
             raise
@@ -249,24 +248,26 @@ class Engine:
             self._completions[seq].request.clock.preempt(seq.order[2], began)
         self.scheduler.reserve(plan)
 
-    def _wait(self, flight: _Flight) -> Sampled:
-        """What the device sampled. The step is undone if it fails or returns nonsense."""
-        started = self._clock()
+    def _wait(self, flight: _Flight) -> tuple[Sampled, list[int], float]:
+        """What the device sampled, its ids, and when. The step is undone if it fails or returns nonsense."""
         try:
-            sampled = flight.step.tokens()
-            self._check_sampled(sampled, flight.rows)
-            return sampled
+            try:
+                sampled = flight.step.tokens()
+            finally:
+                now = self._clock()
+                self.stats.device_seconds += now - flight.started
+            return sampled, self._check_sampled(sampled, flight.rows), now
         except BaseException:
             self.scheduler.roll_back(flight.plan, ran=True)
             raise
-        finally:
-            self.stats.device_seconds += self._clock() - started
 
-    def _check_sampled(self, sampled: Sampled, rows: list[RowMap]) -> None:
-        want = sum(row.scores + row.sample for row in rows)
-        ids, vocab = sampled.ids.tolist(), self.model.vocab_size
+    def _check_sampled(self, sampled: Sampled, rows: list[RowMap]) -> list[int]:
+        want = sum([row.scores + row.sample for row in rows])
+        ids: list[int] = sampled.ids.tolist()
+        vocab = self.model.vocab_size
         if len(ids) != want or (want and not (min(ids) >= 0 and max(ids) < vocab)):
             raise BackendError(f"the backend returned {ids!r} for {want} rows of a vocabulary of {vocab}")
+        return ids
 
     def _sampler_rows(self, entries: list[Entry], rows: list[RowMap]) -> list[tuple[SamplerState, int, int]]:
         found: list[tuple[SamplerState, int, int]] = []
@@ -279,23 +280,23 @@ class Engine:
                 found.append((sampler, seq.length, -1))
         return found
 
-    def _commit(self, flight: _Flight, sampled: Sampled, began: float) -> list[Completion]:
-        now, at = self._clock(), 0
-        moved: list[Completion] = []
+    def _commit(self, flight: _Flight, sampled: Sampled, ids: list[int], now: float, began: float) -> list[Completion]:
+        at, moved = 0, list[Completion]()
         self.stats.steps += 1
         for entry, row in zip(flight.plan.entries, flight.rows):
             completion = self._completions.get(entry.seq)
             try:
                 if completion is not None:
-                    self._commit_entry(completion, entry, row, sampled, at, now, began)
-                    moved += [completion] if row.sample or completion.finish_reason else []
+                    self._commit_entry(completion, entry, row, sampled, ids, at, now, began)
+                    if row.sample or completion.finish_reason:
+                        moved.append(completion)
             except Exception as fault:
                 moved += self._end(completion.request, "error", _typed(fault)) if completion else []
             at += row.scores + row.sample
         return moved
 
     def _commit_entry(
-        self, completion: Completion, entry: Entry, row: RowMap, sampled: Sampled, at: int, now: float, began: float
+        self, completion: Completion, entry: Entry, row: RowMap, sampled: Sampled, ids: list[int], at: int, now: float, began: float
     ) -> None:
         seq, request = entry.seq, completion.request
         complete = entry.start + entry.tokens == seq.length
@@ -307,14 +308,14 @@ class Engine:
             seq.scored += 1
             at += 1
         if row.sample:
-            completion.accept(int(sampled.ids[at]), self._logprobs(sampled, at, completion.sampler.logprobs), now)
+            completion.accept(ids[at], self._logprobs(sampled, at, completion.sampler.logprobs), now)
             self.stats.generated_tokens += 1
         elif complete:
             completion.finish("length")
         self.kv.advance(seq, entry.tokens)
         self.stats.computed_tokens += entry.tokens
-        if complete:
-            request.clock.prefilled(now)
+        if complete and request.clock.prefill_done is None:
+            request.clock.prefill_done = now
             self._start(request, len(request.completions))
         if completion.finish_reason is not None:
             self._retire(completion)

@@ -41,8 +41,7 @@ class Metrics:
     num_preemptions: int
 
 
-@dataclass(frozen=True)
-class CompletionOutput:
+class CompletionOutput(NamedTuple):
     """One of the n outputs. finish_reason: None while it runs, then "stop", "length", "abort" or "error". stop_reason: the stop
     string or stop token id that ended it; None for the model's own end token. token_ids includes the token that ended it."""
 
@@ -55,8 +54,7 @@ class CompletionOutput:
     cumulative_logprob: float | None = None
 
 
-@dataclass(frozen=True)
-class RequestOutput:
+class RequestOutput(NamedTuple):
     """News of one request. A streaming request reports after every step what is new (text, token_ids and logprobs of each output
     that moved); any other reports once, whole, outputs in order of index. prompt_logprobs[i] belongs to prompt token i; the first
     has none. metrics and error are set when it has finished."""
@@ -96,10 +94,6 @@ class Clock:
     def preempt(self, index: int, now: float) -> None:
         self.preemptions += 1
         self._waiting_since[index] = now
-
-    def prefilled(self, now: float) -> None:
-        if self.prefill_done is None:
-            self.prefill_done = now
 
     def token(self, now: float, previous: float | None) -> None:
         """A token was made; `previous`: time of the one before it in the same output."""

@@ -20,13 +20,10 @@ class Text:
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
         self.parts: list[str] = []
+        self.matched: str | None = None
+        """The stop string that ended the text."""
         self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=params.skip_special_tokens)
         self._matcher = StopMatcher(params.stop, include_stop=params.include_stop_str_in_output) if params.stop else None
-
-    @property
-    def matched(self) -> str | None:
-        """The stop string that ended the text."""
-        return None if self._matcher is None else self._matcher.matched
 
     def push(self, token: int, *, watch: bool) -> None:
         """Adds a token; `watch`: stop strings count from here on."""
@@ -37,10 +34,11 @@ class Text:
         self._add(self._detokenizer.finish(), watch)
         if self._matcher is not None:
             self.parts.append(self._matcher.finish())
+            self.matched = self._matcher.matched
 
     def _add(self, piece: str, watch: bool) -> None:
         if self._matcher is not None and watch:
-            piece, _ = self._matcher.push(piece)
+            piece, self.matched = self._matcher.push(piece)
         self.parts.append(piece)
 
 
@@ -73,9 +71,10 @@ class Completion:
             self._logprob_sum += logprobs[token].logprob
         self.request.clock.token(now, self._last_token)
         self._last_token = now
-        ends = token in self.request.end_ids and len(self.token_ids) > params.min_tokens
+        watch = len(self.token_ids) > params.min_tokens
+        ends = watch and token in self.request.end_ids
         if not ends or params.include_stop_str_in_output:
-            self._text.push(token, watch=self._past_minimum)
+            self._text.push(token, watch=watch)
         if self._text.matched is not None:
             self.finish("stop")
         elif ends:
@@ -87,7 +86,7 @@ class Completion:
     def finish(self, reason: str) -> None:
         """Ends the output; text that was held back comes out, and may still complete a stop string."""
         if self._text.matched is None and reason != "error":
-            self._text.finish(watch=self._past_minimum)
+            self._text.finish(watch=len(self.token_ids) > self.request.params.min_tokens)
         if self._text.matched is not None and reason in ("stop", "length"):
             reason, self.stop_reason = "stop", self._text.matched
         self.finish_reason = reason
@@ -106,10 +105,6 @@ class Completion:
             logprobs=None if self.logprobs is None else self.logprobs[tokens:],
             cumulative_logprob=None if self.logprobs is None else self._logprob_sum,
         )
-
-    @property
-    def _past_minimum(self) -> bool:
-        return len(self.token_ids) > self.request.params.min_tokens
 
 
 @dataclass(eq=False)

@@ -194,15 +194,17 @@ class KVCache:
     def slots(self, spans: Iterable[tuple[int, int, int]]) -> I64:
         """int64[groups, tokens]: page * page_size + offset of tokens start..stop of each (row, start, stop); for recurrent groups
         the offset is 0. Loops over pages, never over tokens."""
-        size, found = self.page_size, [list[int]() for _ in self._tables]
+        size, page, found = self.page_size, self._tables.item, [list[int]() for _ in self._tables]
         for row, start, stop in spans:
-            first = start // size
             for g in self.paged:
-                for at, page in enumerate(self._tables[g, row, first : self.blocks(stop)].tolist(), first):
-                    shift = (page - at) * size
-                    found[g].extend(range(max(start, at * size) + shift, min(stop, (at + 1) * size) + shift))
+                at = start
+                while at < stop:
+                    block = at // size
+                    end, shift = min(stop, (block + 1) * size), (page(g, row, block) - block) * size
+                    found[g].extend(range(at + shift, end + shift))
+                    at = end
             for g in self.recurrent:
-                found[g].extend([int(self._tables[g, row, 0]) * size] * (stop - start))
+                found[g].extend([page(g, row, 0) * size] * (stop - start))
         return np.array(found, np.int64)
 
     def check(self, streams: Iterable[Stream]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -127,7 +128,7 @@ def _ragged(parts: Sequence[Pairs | None], dtype: type) -> tuple[I32, I32, Any]:
     """Rows of (ids, values), None for none, one after the other: starts, ids, values."""
     found = [part for part in parts if part is not None]
     if not found:
-        return np.zeros(len(parts) + 1, np.int32), np.zeros(0, np.int32), np.zeros(0, dtype)
+        return _nothing(len(parts), dtype)
     starts = np.cumsum([0, *(0 if part is None else len(part[0]) for part in parts)], dtype=np.int32)
     ids, values = [part[0] for part in found], [part[1] for part in found]
     return starts, np.concatenate(ids), np.concatenate(values)
@@ -135,26 +136,35 @@ def _ragged(parts: Sequence[Pairs | None], dtype: type) -> tuple[I32, I32, Any]:
 
 def _masks(rows: Sequence[Row], vocab_size: int) -> npt.NDArray[np.uint32] | None:
     masks = [state.mask for state, _, _ in rows]
-    if all(mask is None for mask in masks):
+    if all([mask is None for mask in masks]):
         return None
     everything = np.full(-(-vocab_size // 32), 0xFFFFFFFF, np.uint32)
     return np.stack([everything if mask is None else mask for mask in masks])
 
 
+@lru_cache(maxsize=8)
+def _nothing(rows: int, dtype: type) -> tuple[I32, I32, Any]:
+    return np.zeros(rows + 1, np.int32), np.zeros(0, np.int32), np.zeros(0, dtype)
+
+
+@lru_cache(maxsize=8)
+def _columns(packed: bytes) -> dict[str, npt.NDArray[Any]]:
+    """The columns that don't change while the same sequences run."""
+    rows = np.frombuffer(packed, _ROW)
+    return {name: np.ascontiguousarray(rows[name]) for name in _ROW.names or ()}
+
+
 def build_inputs(rows: Sequence[Row], vocab_size: int) -> SampleInputs:
     """The sampler's arrays for one step: a row is (state, position of the token to be made, id to score or -1)."""
-    packed = np.frombuffer(b"".join([state.packed for state, _, _ in rows]), _ROW)
-    columns = {name: np.ascontiguousarray(packed[name]) for name in _ROW.names or ()}
-    drawn = [state if score < 0 else None for state, _, score in rows]
-    seen = [(s.seen.ids, s.seen.counts) if s is not None and s.seen is not None else None for s in drawn]
+    seen = [(s.seen.ids, s.seen.counts) if score < 0 and s.seen is not None else None for s, _, score in rows]
     seen_starts, seen_ids, seen_counts = _ragged(seen, np.int32)
-    bias_starts, bias_ids, bias = _ragged([None if s is None else s.bias() for s in drawn], np.float32)
+    bias_starts, bias_ids, bias = _ragged([s.bias() if score < 0 else None for s, _, score in rows], np.float32)
     return SampleInputs(
-        **columns,
+        **_columns(b"".join([state.packed for state, _, _ in rows])),
         position=np.array([position for _, position, _ in rows], np.int64),
         seen_starts=seen_starts, seen_ids=seen_ids, seen_counts=seen_counts,
         bias_starts=bias_starts, bias_ids=bias_ids, bias=bias,
         score_ids=np.array([score for _, _, score in rows], np.int32),
         mask=_masks(rows, vocab_size),
-        top_logprobs=max((s.logprobs if score < 0 else s.prompt_logprobs for s, _, score in rows), default=-1),
+        top_logprobs=max([s.logprobs if score < 0 else s.prompt_logprobs for s, _, score in rows], default=-1),
     )  # fmt: skip

@@ -7,9 +7,7 @@ everything that arrived after it.
 
 from __future__ import annotations
 
-import heapq
 from bisect import bisect_left, insort
-from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -94,8 +92,9 @@ class Scheduler:
 
     def plan(self, only: Sequence | None = None) -> StepPlan:
         """The next step; `only`: one for this sequence alone."""
-        candidates = heapq.merge(self.running, self.waiting, key=_order) if only is None else iter([only])
-        return _Planner(self).plan(candidates)
+        if only is None:
+            return _Planner(self).plan(self.running, self.waiting)
+        return _Planner(self).plan([only] if only.running else [], [] if only.running else [only])
 
     def reserve(self, plan: StepPlan) -> None:
         """Admits and reserves what the plan needs, once its preempted sequences are: see preempt(). What it did is undone by
@@ -157,26 +156,25 @@ class _Planner:
         self.kv = scheduler.kv
         self.ledger = Ledger(self.kv.pool)
         self.alive = scheduler.running.copy()
-        decodes = sum(seq.pending == 1 for seq in self.alive)
+        decodes = [seq.length - seq.computed for seq in self.alive].count(1)
         self.tokens = scheduler.max_tokens - decodes
         self.rows = scheduler.max_seqs - len(self.alive)
         self.seats = self.rows
-        self.unseen = len(self.alive)
         self.promised = 0
         self.open = True
         self.draft = StepPlan()
 
-    def plan(self, candidates: Iterable[Sequence]) -> StepPlan:
-        gone = self.draft.preempted
-        for seq in candidates:
-            if seq.running:
-                self.unseen -= 1
-                if seq not in gone:
-                    self._continue(seq)
-            elif self.open:
-                self.open = self._admit(seq)
-            elif not self.unseen:
-                break
+    def plan(self, running: Seq[Sequence], waiting: Seq[Sequence]) -> StepPlan:
+        seen, gone = 0, self.draft.preempted
+        for seq in running:
+            while self.open and seen < len(waiting) and waiting[seen].order < seq.order:
+                self.open = self._admit(waiting[seen])
+                seen += 1
+            if seq not in gone:
+                self._continue(seq)
+        while self.open and seen < len(waiting):
+            self.open = self._admit(waiting[seen])
+            seen += 1
         return self.draft
 
     def _continue(self, seq: Sequence) -> None:
