@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 from tqdm import tqdm
@@ -79,6 +80,8 @@ class _Opened:
     def close(self) -> None:
         """Gives the memory back. Nothing but close() may be called afterwards."""
         self._finalizer()
+        gone = cast(Any, None)
+        self.engine.model = self.loaded = replace(self.loaded, session=gone, executable=gone)
 
     def default_params(self, **fields: Any) -> SamplingParams:
         """The model's own sampling parameters (its generation config; greedy if that does not ask for sampling), with `fields`."""

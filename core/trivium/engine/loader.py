@@ -16,7 +16,7 @@ from trivium.models import build, describe
 from trivium.ops import Constant, Group, KVSpec, Program, Weight, rewrite
 from trivium.plugin import Backend, Capabilities, Device, Executable, Session, WeightFormat
 from trivium.plugin import resolve as resolve_backend
-from trivium.plugin.guard import blame, capabilities_of, kernels_of
+from trivium.plugin.guard import blame, capabilities_of, expect, kernels_of
 from trivium.plugin.select import accepts, patterns
 from trivium.text import Tokenizer
 from trivium.weights import Checkpoint, open_checkpoint
@@ -51,7 +51,7 @@ class LoadOptions:
             if value is not None and (type(value) is not int or value < 1):
                 raise InvalidRequestError(f"{name} must be a positive integer, not {value!r}", param=name)
         if self.max_model_len == 1:
-            raise InvalidRequestError("max_model_len 1 has no room for a prompt and a token; give at least 2", param="max_model_len")
+            raise InvalidRequestError("max_model_len 1 has no room for a prompt and a token; give 2 or more", param="max_model_len")
 
 
 class Route(NamedTuple):
@@ -139,7 +139,7 @@ def load(
     tokens = _step_tokens(p.capabilities, options.max_num_batched_tokens)
     given = _backend_options(p, options, tokens)
     with blame(f"backend {p.backend.name!r}: open()"):
-        session = p.backend.open(p.device, given)
+        session = expect(Session, p.backend.open(p.device, given), f"backend {p.backend.name!r}: open()")
     try:
         with blame(f"backend {p.backend.name!r}: loading {model}"):
             return _load_into(session, model, p, tokenizer, options, tokens, progress)
@@ -161,7 +161,7 @@ def _load_into(
     program = replace(p.program, vocab_size=vocab_size)
     return Loaded(
         name=model, backend=p.backend, device=p.device, capabilities=p.capabilities, session=session, program=program,
-        executable=session.compile(program, weights), kv_spec=spec, num_pages=pages, vocab_size=vocab_size,
+        executable=expect(Executable, session.compile(program, weights), f"backend {p.backend.name!r}: compile()"), kv_spec=spec, num_pages=pages, vocab_size=vocab_size,
         max_model_len=max_model_len, max_num_batched_tokens=tokens, eos_ids=_eos_ids(p.checkpoint, tokenizer),
         fingerprint=p.checkpoint.fingerprint, tokenizer=tokenizer, generation_config=p.checkpoint.generation_config,
         routes=tuple(Route(c.value.name, w.format, f.name, exact, w.nbytes) for c, w, f, exact in p.routes if w is not None),
@@ -242,7 +242,8 @@ def _load_weights(session: Session, p: Plan, progress: Callable[[int, int], None
     for constant, weight, resident, _ in p.routes:
         key = (constant.source, constant.rows, resident.name)
         if key not in resident_once:
-            resident_once[key] = session.load(weight or _as_weight(constant), resident.name)
+            with blame(f"backend {p.backend.name!r}: load({constant.value.name!r}, {resident.name!r})"):
+                resident_once[key] = session.load(weight or _as_weight(constant), resident.name)
         loaded[constant.value.name] = resident_once[key]
         done += weight.nbytes if weight is not None else 0
         if progress is not None:
