@@ -24,7 +24,7 @@ from trivium.ops import Batch, Sampled
 from trivium.sampling import SamplingParams
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "helpers"))
-from fake_model import FakeTokenizer, fake_model  # noqa: E402
+from fake_model import FakeTokenizer, fake_model
 
 WARMUP = 8
 PROMPT = 24

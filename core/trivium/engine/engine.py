@@ -50,7 +50,7 @@ class EngineConfig:
 
 @dataclass
 class Stats:
-    """Totals since the start. device_seconds: from run() until tokens() has what it made; host_seconds: the rest of the steps' time."""
+    """Totals since the start. device_seconds: from run() to the return of tokens(); host_seconds: the rest of the steps' time."""
 
     steps: int = 0
     failed_steps: int = 0

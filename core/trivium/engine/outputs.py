@@ -41,7 +41,8 @@ class Metrics:
     num_preemptions: int
 
 
-class CompletionOutput(NamedTuple):
+@dataclass(slots=True)  # as RequestOutput made in every step; freezing them would double what they cost
+class CompletionOutput:
     """One of the n outputs. finish_reason: None while it runs, then "stop", "length", "abort" or "error". stop_reason: the stop
     string or stop token id that ended it; None for the model's own end token. token_ids includes the token that ended it."""
 
@@ -54,7 +55,8 @@ class CompletionOutput(NamedTuple):
     cumulative_logprob: float | None = None
 
 
-class RequestOutput(NamedTuple):
+@dataclass(slots=True)
+class RequestOutput:
     """News of one request. A streaming request reports after every step what is new (text, token_ids and logprobs of each output
     that moved); any other reports once, whole, outputs in order of index. prompt_logprobs[i] belongs to prompt token i; the first
     has none. metrics and error are set when it has finished."""

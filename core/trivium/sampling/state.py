@@ -136,7 +136,7 @@ def _ragged(parts: Sequence[Pairs | None], dtype: type) -> tuple[I32, I32, Any]:
 
 def _masks(rows: Sequence[Row], vocab_size: int) -> npt.NDArray[np.uint32] | None:
     masks = [state.mask for state, _, _ in rows]
-    if all([mask is None for mask in masks]):
+    if all(mask is None for mask in masks):
         return None
     everything = np.full(-(-vocab_size // 32), 0xFFFFFFFF, np.uint32)
     return np.stack([everything if mask is None else mask for mask in masks])
