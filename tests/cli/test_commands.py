@@ -76,6 +76,9 @@ def test_version(capsys):
         (["run", "m", "hi", "--option", "x"], "must be KEY=VALUE, not 'x'"),
         (["bench", "latency", "m", "--input-len", "0"], "must be an integer from 1"),
         (["bench", "latency", "m", "--repeat", "1e9"], "must be an integer from 1"),
+        (["run", "", "hi"], "MODEL: must not be empty"),
+        (["pull", " "], "MODEL: must not be empty"),
+        (["run", "m", "hi", "--seed", str(2**80)], "from -2**63, at most 2**64 - 1"),
         (["run"], "MODEL"),
         (["bench"], "KIND"),
         ([], "COMMAND"),
@@ -124,6 +127,15 @@ def test_run_prints_the_completion_and_its_figures(trivium, plain):
     assert f"[{len(want.outputs[0].token_ids)} tokens, " in err and "tokens/s, first token after" in err
 
 
+def test_an_answer_that_the_limit_cut_off_says_so(trivium, plain):
+    for limit, words in ((1, "[1 token, first"), (5, "[5 tokens, ")):
+        _, _, err = trivium("run", plain, "hello", "--backend", "reference", "--max-tokens", limit, "--ignore-eos")
+        assert words in err and err.endswith("ms, cut off at the limit of tokens]\n")
+    text = trivium("run", plain, "hello", "--backend", "reference", "--max-tokens", 5, "--ignore-eos")[1]
+    _, _, err = trivium("run", plain, "hello", "--backend", "reference", "--ignore-eos", "--stop", text[1:3])
+    assert err.endswith(" ms]\n")
+
+
 def test_run_uses_the_chat_template_unless_told_not_to(trivium, models):
     chat = str(make_chat_model(models / "chat"))
     with LLM(chat, backend="reference") as llm:
@@ -161,8 +173,18 @@ def test_inspect(trivium, plain):
     assert found["weight_bytes"] == 4 * found["parameters"] == sum(w["bytes"] for w in found["weights"])
     assert {w["resident"] for w in found["weights"]} == {"float32"} and all(w["lossless"] for w in found["weights"])
     assert any("paged_attention" in line for line in found["program"]["before"])
+    names = {w["name"] for w in found["weights"]}
     code, out, _ = trivium("inspect", plain, "--backend", "reference")
+    assert {"lm_head.weight", "model.layers.0.mlp.up_proj.weight"} <= names and "model.layers.*.mlp.up_proj.weight" in out
     assert code == 0 and "program as traced" in out and "program as fused for reference" in out and "lm_head.weight" in out
+
+
+def test_inspect_counts_tied_weights_once(trivium, models):
+    folder = make_chat_model(models / "tied", template=None, tie_word_embeddings=True)
+    found = json.loads(trivium("inspect", folder, "--backend", "reference", "--json")[1])
+    d, kv, f, v = 64, 32, 96, 320
+    assert found["parameters"] == v * d + 2 * (2 * d * d + 2 * d * kv + 3 * d * f + 2 * d) + d
+    assert found["weight_bytes"] == 4 * found["parameters"]
 
 
 def test_explain(trivium, plain):

@@ -26,13 +26,19 @@ def add_bench(parser: Parser) -> None:
     kinds = parser.add_subparsers(dest="kind", metavar="KIND", required=True, parser_class=Parser)
     latency = kinds.add_parser("latency", help="one request at a time: TTFT, prefill and decode tokens/s, the host's share")
     throughput = kinds.add_parser("throughput", help="many requests at once: output tokens/s")
-    throughput.add_argument("--num-requests", type=number(int, 1), default=32, help="requests given at once (default: 32)")
+    throughput.add_argument(
+        "--num-requests", type=number(int, 1), metavar="N", default=32, help="requests given at once (default: 32)"
+    )
+    for sub in (latency, throughput):
+        sub.description = "Random tokens as prompts, greedy, no prefix cache; warm-up, repeats, medians."
     for sub, lengths in ((latency, (512, 64)), (throughput, (128, 64))):
         add_model(sub)
         for flag, default, what in zip(("--input-len", "--output-len"), lengths, ("prompt", "output"), strict=True):
-            sub.add_argument(flag, type=number(int, 1), default=default, help=f"tokens of each {what} (default: {default})")
-        sub.add_argument("--repeat", type=number(int, 1), default=3, help="measured runs (default: 3)")
-        sub.add_argument("--warmup", type=number(int, 0), default=1, help="runs before them (default: 1)")
+            sub.add_argument(
+                flag, type=number(int, 1), metavar="N", default=default, help=f"tokens of each {what} (default: {default})"
+            )
+        sub.add_argument("--repeat", type=number(int, 1), metavar="N", default=3, help="measured runs (default: 3)")
+        sub.add_argument("--warmup", type=number(int, 0), metavar="N", default=1, help="runs before them (default: 1)")
         add_json(sub)
 
 

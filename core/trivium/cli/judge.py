@@ -18,7 +18,7 @@ def add_conformance(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("backend", metavar="BACKEND", help="see `trivium backends`")
     parser.add_argument("--area", action="append", help="judge this area only; may be repeated (default: all)")
     parser.add_argument("--isa", metavar="NAME", help="instruction set that the backend is held to, such as portable")
-    parser.add_argument("--threads", type=number(int, 1), help="host threads of the backend")
+    parser.add_argument("--threads", type=number(int, 1), metavar="N", help="host threads of the backend")
     parser.add_argument("--option", type=key_value, action="append", metavar="KEY=VALUE", help="an option of the backend's own")
     add_json(parser)
 

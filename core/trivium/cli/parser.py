@@ -77,6 +77,13 @@ def key_value(text: str) -> tuple[str, Any]:
         return key, value
 
 
+def named(text: str) -> str:
+    """An argparse type: a name that is not empty, such as that of a model (an empty path would mean the folder one is in)."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError("must not be empty")
+    return text
+
+
 def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON document on standard output, and nothing else there")
 
@@ -84,18 +91,20 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 def add_model(parser: argparse.ArgumentParser) -> None:
     """MODEL and the options that decide how it is loaded."""
     source = "a folder or .gguf file, hf:ORG/NAME, modelscope:ORG/NAME, pypi:PACKAGE, or an alias (smollm2-135m, gemma3-270m)"
-    parser.add_argument("model", metavar="MODEL", help=source)
+    parser.add_argument("model", metavar="MODEL", type=named, help=source)
     group = parser.add_argument_group("loading")
     positive = number(int, 1)
     group.add_argument("--backend", default="auto", metavar="NAME[:DEVICE]", help="see `trivium backends` (default: auto)")
     group.add_argument("--dtype", default="auto", help="float32, bfloat16 or float16 (default: what the backend does best)")
     group.add_argument("--quantize", metavar="FORMAT", help="resident format of the linear weights, such as int8 or int4")
-    group.add_argument("--threads", type=positive, help="host threads (default: what affinity and quota allow)")
-    group.add_argument("--block-size", type=positive, help="tokens a page of the KV cache")
-    group.add_argument("--num-kv-blocks", type=positive, help="pages of the KV cache")
-    group.add_argument("--max-num-seqs", type=positive, default=64, help="sequences in one step (default: 64)")
-    group.add_argument("--max-num-batched-tokens", type=positive, default=512, help="tokens in one step (default: 512)")
-    group.add_argument("--max-model-len", type=positive, help="longest prompt and output together")
+    group.add_argument("--threads", type=positive, metavar="N", help="host threads (default: what affinity and quota allow)")
+    group.add_argument("--block-size", type=positive, metavar="N", help="tokens a page of the KV cache")
+    group.add_argument("--num-kv-blocks", type=positive, metavar="N", help="pages of the KV cache")
+    group.add_argument("--max-num-seqs", type=positive, metavar="N", default=64, help="sequences in one step (default: 64)")
+    group.add_argument(
+        "--max-num-batched-tokens", type=positive, metavar="N", default=512, help="tokens in one step (default: 512)"
+    )
+    group.add_argument("--max-model-len", type=positive, metavar="N", help="longest prompt and output together")
     group.add_argument("--strict", action="store_true", help="refuse instead of running an operator on the host")
     group.add_argument("--option", type=key_value, action="append", metavar="KEY=VALUE", help="an option of the backend's own")
 

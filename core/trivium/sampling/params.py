@@ -22,11 +22,13 @@ class _Range(NamedTuple):
 
     def __str__(self) -> str:
         noun = "an integer" if self.kind is int else "a number"
-        low = f"above {self.low:g}" if self.open_low else f"from {self.low:g}"
-        high = f" up to {self.high:g}" if self.high < _LARGEST else ", at most 2**31 - 1" if self.high == _LARGEST else " up"
+        low = f"above {self.low:g}" if self.open_low else f"from {_POWERS.get(self.low, f'{self.low:g}')}"
+        joint = ", at most" if self.high in _POWERS else " up to"
+        high = " up" if self.high == math.inf else f"{joint} {_POWERS.get(self.high, f'{self.high:g}')}"
         return f"{noun} {low}{high}{', or None' if self.optional else ''}"
 
 
+_POWERS: Mapping[float, str] = {_LARGEST: "2**31 - 1", -(2**63): "-2**63", 2**64 - 1: "2**64 - 1"}
 _RANGES: Mapping[str, _Range] = {
     "n": _Range(int, 1, 128),
     "presence_penalty": _Range(float, -2, 2),
