@@ -139,7 +139,7 @@ def load(
     tokens = _step_tokens(p.capabilities, options.max_num_batched_tokens)
     given = _backend_options(p, options, tokens)
     with blame(f"backend {p.backend.name!r}: open()"):
-        session = expect(Session, p.backend.open(p.device, given), f"backend {p.backend.name!r}: open()")
+        session: Session = expect(Session, p.backend.open(p.device, given), f"backend {p.backend.name!r}: open()")
     try:
         with blame(f"backend {p.backend.name!r}: loading {model}"):
             return _load_into(session, model, p, tokenizer, options, tokens, progress)
@@ -159,9 +159,10 @@ def _load_into(
     session.kv_store(spec, pages)
     vocab_size = min(p.program.vocab_size, tokenizer.vocab_size)
     program = replace(p.program, vocab_size=vocab_size)
+    executable = expect(Executable, session.compile(program, weights), f"backend {p.backend.name!r}: compile()")
     return Loaded(
         name=model, backend=p.backend, device=p.device, capabilities=p.capabilities, session=session, program=program,
-        executable=expect(Executable, session.compile(program, weights), f"backend {p.backend.name!r}: compile()"), kv_spec=spec, num_pages=pages, vocab_size=vocab_size,
+        executable=executable, kv_spec=spec, num_pages=pages, vocab_size=vocab_size,
         max_model_len=max_model_len, max_num_batched_tokens=tokens, eos_ids=_eos_ids(p.checkpoint, tokenizer),
         fingerprint=p.checkpoint.fingerprint, tokenizer=tokenizer, generation_config=p.checkpoint.generation_config,
         routes=tuple(Route(c.value.name, w.format, f.name, exact, w.nbytes) for c, w, f, exact in p.routes if w is not None),

@@ -69,7 +69,9 @@ class Capabilities:
     max_batched_tokens: int | None = None
     """Largest number of tokens in one step; None: no limit."""
     sampling: frozenset[str] | None = None
-    """Sampling parameters it handles (names of SamplingParams); None: all. A request using another is refused at the door."""
+    """Sampling parameters it handles; None: all. A request using another is refused at the door. The names: temperature, seed,
+    top_k, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty, logit_bias, allowed_token_ids, bad_words,
+    min_tokens, logprobs, prompt_logprobs."""
     graph_capture: bool = False
     max_graphs: int = 0
     collectives: bool = False
@@ -148,7 +150,8 @@ class Session(ABC):
 
     @abstractmethod
     def load(self, weight: Weight, format: str) -> Tensor:
-        """Makes a weight resident in `format`, repacked into the backend's own layout, once."""
+        """Makes a weight resident in `format`, repacked into the backend's own layout, once. A tied head is loaded once: its
+        handle serves `embedding` and `linear` alike."""
 
     @abstractmethod
     def read_weight(self, tensor: Tensor) -> npt.NDArray[np.float32]:
@@ -223,7 +226,8 @@ class Backend(ABC):
 
     @abstractmethod
     def probe(self) -> Probe:
-        """The devices it sees, or why it sees none. Never raises, is quick; heavy libraries are imported here at the earliest."""
+        """The devices it sees, or why it sees none. Never raises, is quick; heavy libraries are imported here at the
+        earliest. Called on a thread of its own, so that a probe that hangs can be given up."""
 
     @abstractmethod
     def capabilities(self, device: Device) -> Capabilities:

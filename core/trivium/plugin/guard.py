@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from trivium.errors import PluginError, TriviumError
@@ -21,10 +21,17 @@ def blame(what: str) -> Iterator[None]:
         raise PluginError(f"{what} failed: {type(e).__name__}: {e}") from e
 
 
+def expect(kind: type, value: Any, what: str) -> Any:
+    """`value`, which `what` returned; PluginError if it is of another kind."""
+    if not isinstance(value, kind):
+        raise PluginError(f"{what} returned a {type(value).__name__}, not a {kind.__name__}")
+    return value
+
+
 def capabilities_of(backend: Backend, device: Device) -> Capabilities:
     """backend.capabilities(device) without a lie that the core would stumble over later; PluginError otherwise."""
     with blame(f"backend {backend.name!r}: capabilities()"):
-        can = backend.capabilities(device)
+        can: Capabilities = expect(Capabilities, backend.capabilities(device), f"backend {backend.name!r}: capabilities()")
         fault = _fault(can)
     if fault:
         raise PluginError(f"backend {backend.name!r}: capabilities() {fault}")
@@ -32,8 +39,8 @@ def capabilities_of(backend: Backend, device: Device) -> Capabilities:
 
 
 def _fault(can: Any) -> str:
-    if not isinstance(can, Capabilities):
-        return f"returned a {type(can).__name__}, not Capabilities"
+    if not isinstance(can.sampling, frozenset | None) or not isinstance(can.unsupported, Mapping):
+        return "says sampling or unsupported of another type than the contract's"
     formats = tuple(f.name for f in can.weight_formats if isinstance(f, WeightFormat))
     listed = {"dtypes": can.dtypes, "kv_dtypes": can.kv_dtypes, "page_sizes": can.page_sizes, "weight_formats": formats}
     for name, values in listed.items():
@@ -48,7 +55,4 @@ def _fault(can: Any) -> str:
 def kernels_of(backend: Backend, device: Device) -> Sequence[Kernel]:
     """backend.kernels(device), each of them a Kernel; PluginError otherwise."""
     with blame(f"backend {backend.name!r}: kernels()"):
-        kernels = tuple(backend.kernels(device))
-    if stranger := next((k for k in kernels if not isinstance(k, Kernel)), None):
-        raise PluginError(f"backend {backend.name!r}: kernels() returned a {type(stranger).__name__} among its kernels")
-    return kernels
+        return [expect(Kernel, k, f"backend {backend.name!r}: kernels()") for k in backend.kernels(device)]

@@ -9,7 +9,7 @@ import re
 import sys
 import threading
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, NamedTuple
 
@@ -36,7 +36,8 @@ class Status(NamedTuple):
 
     def to_json(self) -> dict[str, Any]:
         """The status as plain JSON values."""
-        devices = json.loads(json.dumps([asdict(d) for d in self.devices], default=str))
+        plain = [{**vars(d), "details": dict(d.details)} for d in self.devices]
+        devices = json.loads(json.dumps(plain, default=str, skipkeys=True))
         return {**self._asdict(), "devices": devices, "available": bool(self.devices)}
 
 
