@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 from trivium.models.config import ModelInfo, RawConfig
@@ -42,16 +42,16 @@ class Decoder:
         weight = self.b.weight(f"{name}.weight", (out, x.shape[-1]), source=source, rows=rows)
         return self.op("linear", x, weight, self.b.weight(f"{name}.bias", (out,)) if bias else None)
 
-    def heads(self, x: Value, name: str, heads: int, *, bias: bool = False, part: tuple[str, int] | None = None) -> Value:
-        """A projection split into y[tokens, heads, head_dim]."""
-        flat = self.linear(x, name, heads * self.info.head_dim, bias=bias, part=part)
-        return self.op("reshape", flat, shape=("tokens", heads, self.info.head_dim))
-
-    def qkv(self, x: Value, attn: str, *, bias: bool = False) -> tuple[Value, Value, Value]:
-        """Queries, keys and values from the three projections of the attention block `attn`."""
-        q = self.heads(x, f"{attn}.q_proj", self.info.heads, bias=bias)
-        k = self.heads(x, f"{attn}.k_proj", self.info.kv_heads, bias=bias)
-        return q, k, self.heads(x, f"{attn}.v_proj", self.info.kv_heads, bias=bias)
+    def qkv(self, x: Value, attn: str, *, bias: bool = False, fused: bool = False) -> list[Value]:
+        """Queries, keys and values [tokens, heads, head_dim] of the attention block `attn`. `fused`: the weights of their
+        projections are the rows of one tensor, qkv_proj, in this order."""
+        values, first, dim = [], 0, self.info.head_dim
+        for name, heads in (("q_proj", self.info.heads), ("k_proj", self.info.kv_heads), ("v_proj", self.info.kv_heads)):
+            part = (f"{attn}.qkv_proj", first) if fused else None
+            flat = self.linear(x, f"{attn}.{name}", heads * dim, bias=bias, part=part)
+            values.append(self.op("reshape", flat, shape=("tokens", heads, dim)))
+            first += heads * dim
+        return values
 
     def rotation(self, name: str = "rope.inv_freq", config: RawConfig | None = None) -> Rotation:
         """The rotary embedding that `config` (default: the model's) describes, its frequencies as the constant `name`."""
@@ -76,15 +76,37 @@ class Decoder:
         )  # fmt: skip
         return self.op("reshape", heads, shape=("tokens", info.heads * info.head_dim))
 
-    def gated(self, gate: Value, up: Value) -> Value:
-        """act(gate) * up with the model's activation."""
-        return self.op("gated", gate, up, kind=self.info.activation)
+    def mlp(self, x: Value, mlp: str, *, bias: bool = False, fused: bool = False) -> Value:
+        """The gated feed-forward block `mlp`. `fused`: gate and up projection are the rows of gate_up_proj, in this order."""
+        inter = self.info.intermediate_size
+        gate_part, up_part = ((f"{mlp}.gate_up_proj", 0), (f"{mlp}.gate_up_proj", inter)) if fused else (None, None)
+        gate = self.linear(x, f"{mlp}.gate_proj", inter, bias=bias, part=gate_part)
+        up = self.linear(x, f"{mlp}.up_proj", inter, bias=bias, part=up_part)
+        y = self.op("gated", gate, up, kind=self.info.activation)
+        return self.linear(y, f"{mlp}.down_proj", self.info.hidden_size, bias=bias)
 
-    def mlp(self, x: Value, mlp: str, *, bias: bool = False) -> Value:
-        """The gated feed-forward block `mlp`."""
-        gate = self.linear(x, f"{mlp}.gate_proj", self.info.intermediate_size, bias=bias)
-        up = self.linear(x, f"{mlp}.up_proj", self.info.intermediate_size, bias=bias)
-        return self.linear(self.gated(gate, up), f"{mlp}.down_proj", self.info.hidden_size, bias=bias)
+    def attention(
+        self, i: int, x: Value, rotate: Rotation, *, bias: bool = False, out_bias: bool = False, qk_norm: bool = False,
+        fused: bool = False, window: int | None = None, scale: float | None = None, softcap: float | None = None,
+    ) -> Value:  # fmt: skip
+        """The attention block of layer `i` on x. `qk_norm`: queries and keys are normalised per head before they are rotated."""
+        attn = f"model.layers.{i}.self_attn"
+        q, k, v = self.qkv(x, attn, bias=bias, fused=fused)
+        q = rotate(self.norm(q, f"{attn}.q_norm") if qk_norm else q)
+        k = rotate(self.norm(k, f"{attn}.k_norm") if qk_norm else k)
+        y = self.attend(i, q, k, v, window=window, scale=scale, softcap=softcap)
+        return self.linear(y, f"{attn}.o_proj", self.info.hidden_size, bias=out_bias)
+
+    def pre_norm(self, windows: Sequence[int | None], *, mlp_bias: bool = False, fused: bool = False, **options: bool) -> Program:
+        """Llama's graph: x + attention(norm(x)), then x + mlp(norm(x)), in each layer. `options` are those of `attention`."""
+        rotate, x = self.rotation(), self.embed()
+        for i, window in enumerate(windows):
+            layer = f"model.layers.{i}"
+            y = self.norm(x, f"{layer}.input_layernorm")
+            x = self.op("add", x, self.attention(i, y, rotate, window=window, fused=fused, **options))
+            y = self.norm(x, f"{layer}.post_attention_layernorm")
+            x = self.op("add", x, self.mlp(y, f"{layer}.mlp", bias=mlp_bias, fused=fused))
+        return self.finish(x)
 
     def finish(self, x: Value, *, softcap: float | None = None) -> Program:
         """Final norm and output projection of the sampled rows only: logits[rows, vocab]."""

@@ -6,11 +6,12 @@ Source: Gemma Team 2024, "Gemma 2: Improving Open Language Models at a Practical
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from trivium.errors import CheckpointError, UnsupportedError
 from trivium.models.config import ModelInfo, RawConfig, flag, number
-from trivium.models.decoder import Decoder
-from trivium.ops import Program, Value
+from trivium.models.decoder import Decoder, Rotation
+from trivium.ops import Program
 
 DEFAULTS: RawConfig = {
     "hidden_activation": "gelu_tanh", "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": True,
@@ -20,17 +21,27 @@ DEFAULTS: RawConfig = {
 
 def build(info: ModelInfo, max_model_len: int | None) -> Program:
     """The Program of a Gemma 2 model."""
-    bias = flag(info.config, "attention_bias", False)
-    cap = cap_of(info, "attn_logit_softcapping")
+    softcap = cap_of(info, "attn_logit_softcapping")
     d = gemma_decoder(info, max_model_len)
     rotate = d.rotation()
+    return gemma_layers(d, info.windows(lambda layer: layer % 2 == 0), (rotate, rotate), softcap=softcap)
+
+
+def gemma_layers(
+    d: Decoder, windows: Sequence[int | None], rotations: tuple[Rotation, Rotation],
+    *, qk_norm: bool = False, softcap: float | None = None,
+) -> Program:  # fmt: skip
+    """Norms before and after each block. `rotations`: of layers that see all positions, and of those with a window."""
+    info, bias = d.info, flag(d.info.config, "attention_bias", False)
+    scale = 1 / math.sqrt(number(info.config, "query_pre_attn_scalar"))  # whatever head_dim is
     x = d.embed(scale=info.hidden_size**0.5)
-    for i, window in enumerate(info.windows(lambda layer: layer % 2 == 0)):
-        layer = f"model.layers.{i}"
-        q, k, v = d.qkv(d.norm(x, f"{layer}.input_layernorm"), f"{layer}.self_attn", bias=bias)
-        y = d.attend(i, rotate(q), rotate(k), v, window=window, scale=score_scale(info), softcap=cap)
-        y = d.linear(y, f"{layer}.self_attn.o_proj", info.hidden_size, bias=bias)
-        x = feed_forward(d, d.b.add(x, d.norm(y, f"{layer}.post_attention_layernorm")), layer)
+    for i, window in enumerate(windows):
+        layer, rotate = f"model.layers.{i}", rotations[window is not None]
+        y = d.norm(x, f"{layer}.input_layernorm")
+        y = d.attention(i, y, rotate, bias=bias, out_bias=bias, qk_norm=qk_norm, window=window, scale=scale, softcap=softcap)
+        x = d.op("add", x, d.norm(y, f"{layer}.post_attention_layernorm"))
+        y = d.mlp(d.norm(x, f"{layer}.pre_feedforward_layernorm"), f"{layer}.mlp")
+        x = d.op("add", x, d.norm(y, f"{layer}.post_feedforward_layernorm"))
     return d.finish(x, softcap=cap_of(info, "final_logit_softcapping"))
 
 
@@ -45,17 +56,6 @@ def gemma_decoder(info: ModelInfo, max_model_len: int | None) -> Decoder:
     return Decoder(info, max_model_len, norm_offset=offset)
 
 
-def score_scale(info: ModelInfo) -> float:
-    """Attention scores are scaled by this, whatever head_dim is."""
-    return 1 / math.sqrt(number(info.config, "query_pre_attn_scalar"))
-
-
 def cap_of(info: ModelInfo, key: str) -> float | None:
     """A soft cap, None where the configuration has null."""
     return None if info.config.get(key) is None else number(info.config, key)
-
-
-def feed_forward(d: Decoder, x: Value, layer: str) -> Value:
-    """x + norm(mlp(norm(x)))"""
-    y = d.mlp(d.norm(x, f"{layer}.pre_feedforward_layernorm"), f"{layer}.mlp")
-    return d.op("add", x, d.norm(y, f"{layer}.post_feedforward_layernorm"))

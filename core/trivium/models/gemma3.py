@@ -5,9 +5,9 @@ Source: Gemma Team 2025, "Gemma 3 Technical Report"; keys as in its config.json.
 
 from __future__ import annotations
 
-from trivium.models.config import ModelInfo, RawConfig, count, flag, table
+from trivium.models.config import ModelInfo, RawConfig, count, table
 from trivium.models.decoder import Decoder, Rotation
-from trivium.models.gemma2 import cap_of, feed_forward, gemma_decoder, score_scale
+from trivium.models.gemma2 import gemma_decoder, gemma_layers
 from trivium.ops import Program
 
 DEFAULTS: RawConfig = {
@@ -19,20 +19,9 @@ DEFAULTS: RawConfig = {
 
 def build(info: ModelInfo, max_model_len: int | None) -> Program:
     """The Program of a Gemma 3 text model."""
-    bias = flag(info.config, "attention_bias", False)
     pattern = count(info.config, "sliding_window_pattern")
     d = gemma_decoder(info, max_model_len)
-    rotate_all, rotate_near = _rotations(d)
-    x = d.embed(scale=info.hidden_size**0.5)
-    for i, window in enumerate(info.windows(lambda layer: (layer + 1) % pattern != 0)):
-        layer, rotate = f"model.layers.{i}", rotate_all if window is None else rotate_near
-        q, k, v = d.qkv(d.norm(x, f"{layer}.input_layernorm"), f"{layer}.self_attn", bias=bias)
-        q = rotate(d.norm(q, f"{layer}.self_attn.q_norm"))
-        k = rotate(d.norm(k, f"{layer}.self_attn.k_norm"))
-        y = d.attend(i, q, k, v, window=window, scale=score_scale(info))
-        y = d.linear(y, f"{layer}.self_attn.o_proj", info.hidden_size, bias=bias)
-        x = feed_forward(d, d.b.add(x, d.norm(y, f"{layer}.post_attention_layernorm")), layer)
-    return d.finish(x, softcap=cap_of(info, "final_logit_softcapping"))
+    return gemma_layers(d, info.windows(lambda layer: (layer + 1) % pattern != 0), _rotations(d), qk_norm=True)
 
 
 def _rotations(d: Decoder) -> tuple[Rotation, Rotation]:

@@ -24,14 +24,5 @@ def build_mistral(info: ModelInfo, max_model_len: int | None) -> Program:
 
 
 def _build(info: ModelInfo, max_model_len: int | None, windows: tuple[int | None, ...]) -> Program:
-    attention_bias, mlp_bias = flag(info.config, "attention_bias", False), flag(info.config, "mlp_bias", False)
-    d = Decoder(info, max_model_len)
-    rotate = d.rotation()
-    x = d.embed()
-    for i, window in enumerate(windows):
-        layer = f"model.layers.{i}"
-        q, k, v = d.qkv(d.norm(x, f"{layer}.input_layernorm"), f"{layer}.self_attn", bias=attention_bias)
-        y = d.attend(i, rotate(q), rotate(k), v, window=window)
-        x = d.b.add(x, d.linear(y, f"{layer}.self_attn.o_proj", info.hidden_size, bias=attention_bias))
-        x = d.b.add(x, d.mlp(d.norm(x, f"{layer}.post_attention_layernorm"), f"{layer}.mlp", bias=mlp_bias))
-    return d.finish(x)
+    bias, mlp_bias = flag(info.config, "attention_bias", False), flag(info.config, "mlp_bias", False)
+    return Decoder(info, max_model_len).pre_norm(windows, bias=bias, out_bias=bias, mlp_bias=mlp_bias)

@@ -21,13 +21,4 @@ def windows(info: ModelInfo) -> tuple[int | None, ...]:
 
 def build(info: ModelInfo, max_model_len: int | None) -> Program:
     """The Program of a Qwen2 model."""
-    d = Decoder(info, max_model_len)
-    rotate = d.rotation()
-    x = d.embed()
-    for i, window in enumerate(windows(info)):
-        layer = f"model.layers.{i}"
-        q, k, v = d.qkv(d.norm(x, f"{layer}.input_layernorm"), f"{layer}.self_attn", bias=True)
-        y = d.attend(i, rotate(q), rotate(k), v, window=window)
-        x = d.b.add(x, d.linear(y, f"{layer}.self_attn.o_proj", info.hidden_size))
-        x = d.b.add(x, d.mlp(d.norm(x, f"{layer}.post_attention_layernorm"), f"{layer}.mlp"))
-    return d.finish(x)
+    return Decoder(info, max_model_len).pre_norm(windows(info), bias=True)
