@@ -55,10 +55,15 @@ def head_linear(x: Array, weight: Array) -> Array:
     return np.asarray(np.matmul(x.swapaxes(0, 1), weight.swapaxes(1, 2)).swapaxes(0, 1))
 
 
-def _pair_cases(rng: Rng) -> Iterator[Case]:
+def _row_cases(rng: Rng, attrs: Sequence[Mapping[str, Any]] = ({},), arrays: int = 1) -> Iterator[Case]:
+    """Calls with as many arrays of one shape, once for each of the attributes."""
     for rows, n in zip(ROWS, (8, 5, 16, 33, 64)):
-        yield Case((normal(rng, rows, n), normal(rng, rows, n)))
-    yield Case((normal(rng, 3, 4, 6), normal(rng, 3, 4, 6)))
+        yield from (Case(tuple(normal(rng, rows, n) * 3 for _ in range(arrays)), a) for a in attrs)
+    yield Case(tuple(normal(rng, 3, 4, 6) for _ in range(arrays)), attrs[0])
+
+
+def _pair_cases(rng: Rng) -> Iterator[Case]:
+    return _row_cases(rng, arrays=2)
 
 
 @operator("a[..., n], b[..., n] -> y[..., n]", cases=_pair_cases, tolerances=tolerances())
@@ -71,12 +76,6 @@ def add(a: Array, b: Array) -> Array:
 def mul(a: Array, b: Array) -> Array:
     """y = a * b, elementwise."""
     return a * b
-
-
-def _row_cases(rng: Rng, attrs: Sequence[Mapping[str, Any]]) -> Iterator[Case]:
-    for rows, n in zip(ROWS, (8, 5, 16, 33, 64)):
-        yield from (Case((normal(rng, rows, n) * 3,), a) for a in attrs)
-    yield Case((normal(rng, 3, 4, 6),), attrs[0])
 
 
 @operator(
@@ -170,11 +169,10 @@ def _infer_activation(shapes: Sequence[Shape | None], attrs: Mapping[str, Any]) 
     return (shapes[0] or (),)
 
 
-def _activation_cases(rng: Rng) -> Iterator[Case]:
-    return _row_cases(rng, [{"kind": kind} for kind in ACTIVATIONS])
+_KINDS = [{"kind": kind} for kind in ACTIVATIONS]
 
 
-@operator("x[..., n] -> y[..., n]", cases=_activation_cases, tolerances=tolerances(), infer=_infer_activation)
+@operator("x[..., n] -> y[..., n]", cases=lambda g: _row_cases(g, _KINDS), tolerances=tolerances(), infer=_infer_activation)
 def activation(x: Array, *, kind: str = "silu") -> Array:
     """y = f(x): silu x·σ(x); gelu x·Φ(x) with the exact error function; gelu_tanh its tanh approximation; relu; relu2 relu(x)²;
     quick_gelu x·σ(1.702x); sigmoid; tanh; softplus ln(1+eˣ)."""
@@ -191,9 +189,7 @@ def apply_gate(gate: Array, up: Array, kind: str, limit: float | None, alpha: fl
 
 def _gated_cases(rng: Rng) -> Iterator[Case]:
     clipped = {"limit": 1.5, "alpha": 1.702, "up_offset": 1.0}
-    for rows, n in zip(ROWS, (8, 5, 16, 33, 64)):
-        for attrs in ({"kind": "silu"}, {"kind": "gelu_tanh"}, {"kind": "gelu"}, clipped):
-            yield Case((normal(rng, rows, n) * 2, normal(rng, rows, n) * 2), attrs)
+    return _row_cases(rng, [{"kind": "silu"}, {"kind": "gelu_tanh"}, {"kind": "gelu"}, clipped], arrays=2)
 
 
 @operator("gate[..., n], up[..., n] -> y[..., n]", cases=_gated_cases, tolerances=tolerances(2), infer=_infer_activation)

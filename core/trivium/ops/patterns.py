@@ -65,10 +65,9 @@ def trace(pattern: Pattern) -> PatternGraph:
     tracer = _Tracer()
     returned = pattern.fn(tracer, *params, **{name: Captured(name) for name in attrs})
     outputs = returned if isinstance(returned, tuple) else (returned,)
-    used = {v for c in tracer.calls for v in c.args} | {
-        v.name for c in tracer.calls for v in c.attrs.values() if isinstance(v, Captured)
-    }
-    unused = [p.name for p in params if p not in used] + [name for name in attrs if name not in used]
+    read = {v for c in tracer.calls for v in c.args}
+    captured = {v.name for c in tracer.calls for v in c.attrs.values() if isinstance(v, Captured)}
+    unused = [p.name for p in params if p not in read] + [name for name in attrs if name not in captured]
     if unused:
         raise ProgramError(f"pattern {pattern.name}: nothing inside uses {', '.join(unused)}")
     return PatternGraph(pattern, params, tuple(tracer.calls), outputs, _connected(pattern.name, tracer.calls))
@@ -99,9 +98,8 @@ class Match(NamedTuple):
 
     def fused(self, graph: PatternGraph) -> Call:
         """The one call that stands for the match."""
-        results = tuple(self.values[v] for v in graph.outputs)
-        attrs = dict(self.attrs)
-        return Call(graph.pattern, tuple(self.values[p] for p in graph.params), attrs, results)  # type: ignore[arg-type]
+        args, results = (tuple(self.values[v] for v in values) for values in (graph.params, graph.outputs))
+        return Call(graph.pattern, args, dict(self.attrs), results)  # type: ignore[arg-type]
 
 
 class CallGraph:
@@ -137,12 +135,11 @@ class CallGraph:
         late: dict[Call, None] = {}
         for call in self.calls[min(at) : max(at) + 1]:
             waits = any(c in late or (c in matched and call not in matched) for c in self.before(call))
-            if call in matched:
-                if waits:
-                    return None
-            elif waits:
+            if call in matched and waits:
+                return None
+            if waits:
                 late[call] = None
-            else:
+            elif call not in matched:
                 early.append(call)
         return early, list(late)
 
@@ -160,23 +157,20 @@ class CallGraph:
         self.position.update((c, i) for i, c in enumerate(self.calls[start:], start))
 
 
-def find(graph: PatternGraph, program: CallGraph, anchor: Call) -> Iterator[Match]:
+def find(graph: PatternGraph, program: CallGraph, anchor: Call, match: Match | None = None) -> Iterator[Match]:
     """Every way in which the pattern lies in the Program with its first call on `anchor`; nearest calls first,
-    at most NEAREST readers of a value."""
-    yield from _extend(graph, program, anchor, 0, Match({}, {}, {}))
-
-
-def _extend(graph: PatternGraph, program: CallGraph, anchor: Call, depth: int, match: Match) -> Iterator[Match]:
-    if depth == len(graph.order):
+    at most NEAREST readers of a value. `match`: what is bound already."""
+    match = match or Match({}, {}, {})
+    if len(match.calls) == len(graph.order):
         yield match
         return
-    want = graph.order[depth]
+    want = graph.order[len(match.calls)]
     taken = set(match.calls.values())
-    for call in _candidates(want, program, match) if depth else [anchor]:
+    for call in _candidates(want, program, match) if taken else [anchor]:
         if call.op is want.op and call not in taken:
-            for args in _argument_orders(call):
+            for args in (call.args, call.args[::-1]) if call.name in COMMUTATIVE else (call.args,):
                 if (more := _bind(graph, want, call, args, match)) is not None:
-                    yield from _extend(graph, program, anchor, depth + 1, more)
+                    yield from find(graph, program, anchor, more)
 
 
 def _candidates(want: Call, program: CallGraph, match: Match) -> list[Call]:
@@ -189,12 +183,6 @@ def _candidates(want: Call, program: CallGraph, match: Match) -> list[Call]:
     readers = min((program.readers.get(v, []) for v in bound), key=len, default=[])
     start = program.position[next(iter(match.calls.values()))]
     return heapq.nsmallest(NEAREST, readers, key=lambda c: (abs(program.position[c] - start), program.position[c]))
-
-
-def _argument_orders(call: Call) -> Iterator[tuple[Value | None, ...]]:
-    yield call.args
-    if call.name in COMMUTATIVE:
-        yield call.args[::-1]
 
 
 def _bind(graph: PatternGraph, want: Call, call: Call, args: Sequence[Value | None], match: Match) -> Match | None:

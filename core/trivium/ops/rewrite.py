@@ -18,24 +18,16 @@ def rewrite(program: Program, patterns: Sequence[Pattern], accept: Callable[[Cal
     """
     graph = CallGraph(program)
     for pattern in sorted(map(trace, patterns), key=lambda g: -len(g.calls)):
-        _fuse_all(graph, pattern, accept)
+        for anchor in [c for c in graph.calls if c.op is pattern.order[0].op]:
+            if anchor in graph.position:  # an earlier occurrence may have taken it
+                _fuse_at(graph, pattern, anchor, accept)
     return dataclasses.replace(program, calls=tuple(graph.calls))
-
-
-def _fuse_all(graph: CallGraph, pattern: PatternGraph, accept: Callable[[Call], bool]) -> None:
-    first = pattern.order[0].op
-    for anchor in [c for c in graph.calls if c.op is first]:
-        if anchor in graph.position:  # an earlier occurrence may have taken it
-            _fuse_at(graph, pattern, anchor, accept)
 
 
 def _fuse_at(graph: CallGraph, pattern: PatternGraph, anchor: Call, accept: Callable[[Call], bool]) -> None:
     for match in find(pattern, graph, anchor):
         matched = frozenset(match.calls.values())
-        if not is_closed(pattern, graph, match, matched):
-            continue
-        around = graph.split(matched)
-        if around is not None:
+        if is_closed(pattern, graph, match, matched) and (around := graph.split(matched)) is not None:
             fused = match.fused(pattern)
             if accept(fused):
                 graph.replace(matched, fused, *around)
