@@ -89,6 +89,7 @@ class _Opened:
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt: a text gets the special tokens that the model wants, ids stay as they are."""
+        _check_prompt(prompt)
         return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
 
     def encode_chat(self, messages: Sequence[Message], **template: Any) -> list[int]:
@@ -96,14 +97,13 @@ class _Opened:
         return self.tokenizer.encode_chat(list(messages), **template)
 
     def _request(self, prompt: Prompt | Sequence[Message], params: SamplingParams | None, template: Mapping[str, Any]) -> _Request:
+        _check_prompt(prompt)
         chat = not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
         ids = self.encode_chat(cast(Sequence[Message], prompt), **template) if chat else self.encode(cast(Prompt, prompt))
-        return ids, self.default_params() if params is None else params
+        return self._paired([ids], params)[0]
 
     def _prompts(self, prompts: Prompt | Sequence[Prompt], params: Params) -> list[_Request]:
-        if not hasattr(prompts, "__len__") or isinstance(prompts, Mapping):
-            message = f"prompts must be a text, a list of token ids, or a list of these, not {type(prompts).__name__}"
-            raise InvalidRequestError(message, param="prompt")
+        _check_prompt(prompts)
         single = isinstance(prompts, str) or (len(prompts) > 0 and not hasattr(prompts[0], "__len__"))
         return self._paired([self.encode(cast(Prompt, p)) for p in ([prompts] if single else prompts)], params)
 
@@ -115,7 +115,10 @@ class _Opened:
 
     def _paired(self, prompts: list[list[int]], params: Params) -> list[_Request]:
         each = self.default_params() if params is None else params
-        each = [each] * len(prompts) if isinstance(each, SamplingParams) else list(each)
+        each = [each] * len(prompts) if isinstance(each, SamplingParams) else each
+        if not isinstance(each, Sequence) or not all(isinstance(one, SamplingParams) for one in each):
+            message = f"sampling_params must be SamplingParams or a list of them, not {each!r:.80}"
+            raise InvalidRequestError(message, param="sampling_params")
         if len(each) != len(prompts):
             message = f"{len(prompts)} prompts came with {len(each)} SamplingParams; give one for all or one for each"
             raise InvalidRequestError(message, param="sampling_params")
@@ -263,6 +266,12 @@ class AsyncLLM(_Opened):
         finally:
             for task in tasks:
                 task.cancel()
+
+
+def _check_prompt(prompt: object) -> None:
+    if not hasattr(prompt, "__len__") or isinstance(prompt, Mapping):
+        message = f"prompts must be a text, a list of token ids, or a list of these, not {type(prompt).__name__}"
+        raise InvalidRequestError(message, param="prompt")
 
 
 def _checked(outputs: list[RequestOutput]) -> list[RequestOutput]:

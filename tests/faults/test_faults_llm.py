@@ -331,3 +331,45 @@ def test_two_models_in_two_threads_do_not_meet(folder, llm):
     for job in jobs:
         job.join()
     assert got == {0: want, 1: want}
+
+
+BARRED = [
+    {"allowed_token_ids": [97], "bad_words": ["a"]},
+    {"allowed_token_ids": [97, 257], "bad_words": ["a"], "min_tokens": 2},
+    {"allowed_token_ids": [257], "min_tokens": 1},
+    {"stop_token_ids": list(range(259)), "min_tokens": 3},
+]
+
+
+@pytest.mark.parametrize("fields", BARRED, ids=lambda fields: "+".join(fields))
+def test_a_request_that_leaves_no_token_to_choose_is_refused(llm, fields):
+    with pytest.raises(InvalidRequestError, match="no token is left"):
+        llm.generate("x", SamplingParams(**fields))
+
+
+def test_a_request_that_runs_out_of_tokens_ends_with_an_error_and_no_other_does(llm):
+    [want] = ids_of(llm.generate("known", GREEDY))
+    stuck = SamplingParams(temperature=0, allowed_token_ids=[97], bad_words=["aa"], max_tokens=9)
+    good, bad = llm.generate(["known", "x"], [GREEDY, stuck])
+    assert good.outputs[0].token_ids == want
+    assert bad.outputs[0].token_ids == [97] and bad.outputs[0].finish_reason == "error" and "no token is left" in str(bad.error)
+
+
+@pytest.mark.parametrize("params", [5, "greedy", {"max_tokens": 3}, [GREEDY, None], [3]], ids=repr)
+def test_sampling_params_of_another_type_are_refused(llm, params):
+    for call in (llm.generate, lambda *given: list(llm.stream(*given))):
+        with pytest.raises(InvalidRequestError, match="sampling_params"):
+            call("x", params)
+
+
+@pytest.mark.parametrize("prompt", [None, 5, {"prompt": "x"}], ids=repr)
+def test_a_stream_refuses_what_is_no_prompt(llm, prompt):
+    with pytest.raises(InvalidRequestError, match="prompts must be"):
+        next(llm.stream(prompt, GREEDY))
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq", "fp8"])
+def test_o46_a_quantised_checkpoint_that_can_not_be_read_says_so(tmp_path, method):
+    made = make_chat_model(tmp_path / "m", quantization_config={"quant_method": method, "bits": 4})
+    with pytest.raises(TriviumError, match=f"quantised by {method}.*GGUF"):
+        LLM(made, backend="cpu", progress=False)

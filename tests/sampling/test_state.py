@@ -103,7 +103,7 @@ def test_allowed_ids_become_a_mask_of_exactly_these():
 
 
 def test_parameters_that_leave_no_token_are_refused():
-    with pytest.raises(InvalidRequestError, match="end tokens only"):
+    with pytest.raises(InvalidRequestError, match="no token is left"):
         state(SamplingParams(allowed_token_ids=[0, 5], stop_token_ids=[5], min_tokens=1))
     with pytest.raises(InvalidRequestError, match="out of the vocabulary"):
         state(SamplingParams(stop_token_ids=[V]))

@@ -117,6 +117,10 @@ def plan(model: str, backend: str = "auto", options: LoadOptions | None = None, 
     _check_choice("kv_dtype", options.kv_dtype, capabilities.kv_dtypes, capabilities)
     path = resolve_model(model, progress=progress)
     checkpoint = open_checkpoint(path)
+    if "quantization_config" in checkpoint.config:
+        method = checkpoint.config["quantization_config"].get("quant_method", "a method it does not name")
+        message = f"{path} is quantised by {method}, which can't be read; take the model's unquantised files or a GGUF file"
+        raise UnsupportedError(message)
     positions = describe(checkpoint.config).max_positions
     max_model_len = options.max_model_len or positions
     if max_model_len > positions:

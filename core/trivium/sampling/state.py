@@ -80,15 +80,14 @@ class SamplerState:
         penalties = params.repetition_penalty, params.presence_penalty, params.frequency_penalty
         self.seen = None if penalties == (1.0, 0.0, 0.0) else _Seen(prompt_ids)
         self._ends = frozenset(i for i in (*eos_ids, *params.stop_token_ids) if i < vocab_size)
-        if params.min_tokens and params.allowed_token_ids is not None and self._ends.issuperset(params.allowed_token_ids):
-            message = f"allowed_token_ids holds end tokens only, so min_tokens {params.min_tokens} can't be reached"
-            raise InvalidRequestError(message, param="allowed_token_ids")
+        self._vocab_size = vocab_size
         self._bad_words = tuple(tuple(word) for word in bad_words)
         self._tail: deque[int] = deque(maxlen=max((len(word) - 1 for word in self._bad_words), default=0))
         self._bias = _bias_arrays(params.logit_bias, ())
         top_k = min(max(params.top_k, 0), vocab_size)
         row = (params.temperature, top_k, params.top_p, params.min_p, self.seed, *penalties)
         self.packed = np.array([row], _ROW).tobytes()
+        self.bias()
 
     def append(self, token: int) -> None:
         """Takes note of a token that was made."""
@@ -99,13 +98,18 @@ class SamplerState:
             self._tail.append(token)
 
     def bias(self) -> Pairs | None:
-        """What is added to the logits of the next token: ids int32, ascending, and float32 values (-inf bans)."""
+        """What is added to the logits of the next token: ids int32, ascending, and float32 values (-inf bans).
+        Raises InvalidRequestError if that leaves no token."""
         if self.generated >= self.params.min_tokens and not self._bad_words:
             return self._bias
         tail = tuple(self._tail)
         banned = {w[-1] for w in self._bad_words if len(w) == 1 or tail[-len(w) + 1 :] == w[:-1]}
         if self.generated < self.params.min_tokens:
             banned |= self._ends
+        allowed = self.params.allowed_token_ids
+        if len(banned) >= self._vocab_size or (allowed is not None and banned.issuperset(allowed)):
+            message = f"no token is left: min_tokens {self.params.min_tokens} and bad_words rule out every token that is allowed"
+            raise InvalidRequestError(message, param="bad_words" if self._bad_words else "min_tokens")
         return _bias_arrays(self.params.logit_bias, banned) if banned else self._bias
 
 
