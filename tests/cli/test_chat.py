@@ -60,6 +60,17 @@ def test_raw_lines_are_completed_one_by_one(talk):
     assert talk("one\ntwo\n", "--raw")[1] == ["one", "two"]
 
 
+def test_bytes_that_the_locale_does_not_know_are_read_as_utf8(talk):
+    escaped = "日本".encode().decode("ascii", "surrogateescape")
+    code, prompts, _, err = talk(f"{escaped}\n\udcff!\n")
+    assert (
+        code == 0
+        and "[user]日本[assistant]" in prompts[0]
+        and prompts[1].endswith("[user]\ufffd![assistant]")
+        and "trivium:" not in err
+    )
+
+
 def test_a_question_too_long_is_told_and_forgotten(talk):
     code, prompts, _, err = talk("x" * 600 + "\nshort\n")
     assert code == 0 and "prompt and output together" in err and prompts[1:] == ["[user]short[assistant]"]
@@ -120,6 +131,14 @@ def test_a_real_process_ends_on_ctrl_c_without_a_traceback(folder):
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130 and "Traceback" not in err and "interrupted" in err
+
+
+def test_ctrl_c_while_loading_is_code_130_without_a_traceback(folder, monkeypatch, capsys):
+    import trivium.api
+
+    monkeypatch.setattr(trivium.api, "load", lambda *_, **__: signal.raise_signal(signal.SIGINT))
+    assert main(["run", str(folder), "hi", "--backend", "reference"]) == 130
+    assert "Traceback" not in capsys.readouterr().err
 
 
 def test_a_reader_that_leaves_is_no_error(folder):

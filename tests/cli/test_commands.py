@@ -124,6 +124,7 @@ def test_run_prints_the_completion_and_its_figures(trivium, plain):
     with LLM(plain, backend="reference") as llm:
         [want] = llm.generate("hello", SamplingParams(temperature=0, max_tokens=9))
     assert code == 0 and out == want.outputs[0].text + "\n"
+    assert err.startswith("(this model has no chat template: the text is continued)\n")
     assert f"[{len(want.outputs[0].token_ids)} tokens, " in err and "tokens/s, first token after" in err
 
 

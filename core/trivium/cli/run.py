@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 SEED = 0
 MAX_TOKENS = 512
+UNTEMPLATED = "this model has no chat template"
 HELP = "/help: this list; /clear: forget the conversation; /bye: leave (or Ctrl-D); Ctrl-C: stop the answer"
 
 
@@ -56,6 +57,8 @@ def run(args: argparse.Namespace) -> int:
         chat = Chat(llm, chosen, args.system, raw=args.raw)
         if args.prompt is None:
             return converse(chat)
+        if not chat.templated and not args.raw:
+            print(f"({UNTEMPLATED}: the text is continued)", file=sys.stderr, flush=True)
         return 0 if chat.ask(args.prompt) else 130
 
 
@@ -72,7 +75,7 @@ class Chat:
     def __init__(self, llm: LLM, chosen: dict[str, Any], system: str | None, *, raw: bool) -> None:
         self.templated = llm.tokenizer.chat_template is not None and not raw
         if system is not None and not self.templated:
-            why = "--raw leaves the chat template out" if raw else "this model has no chat template"
+            why = "--raw leaves the chat template out" if raw else UNTEMPLATED
             raise UsageError(f"trivium run: --system has no place: {why}")
         self._llm = llm
         self._chosen = chosen
@@ -85,6 +88,7 @@ class Chat:
 
     def ask(self, text: str) -> bool:
         """Streams the answer to standard output and its figures to standard error; False if Ctrl-C stopped it."""
+        text = readable(text)
         question = {"role": "user", "content": text}
         prompt = self._llm.encode_chat([*self._system, *self._history, question]) if self.templated else self._llm.encode(text)
         room = max(1, self._llm.loaded.max_model_len - len(prompt))
@@ -103,6 +107,11 @@ class Chat:
         self._history += [question, {"role": "assistant", "content": "".join(parts)}]
         print(_figures(last, count), file=sys.stderr, flush=True)
         return not interrupt.seen
+
+
+def readable(text: str) -> str:
+    """Bytes that the locale could not decode, read as UTF-8; what is not UTF-8 either becomes U+FFFD."""
+    return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
 def _figures(last: RequestOutput | None, count: int) -> str:
@@ -146,7 +155,7 @@ def converse(chat: Chat) -> int:
     if terminal:
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  (makes input() editable)
-        print(HELP if chat.templated else f"no chat template: each line is completed on its own. {HELP}", file=sys.stderr)
+        print(HELP if chat.templated else f"{UNTEMPLATED}: each line is continued on its own. {HELP}", file=sys.stderr)
     while True:
         try:
             line = input(">>> " if terminal else "").strip()
