@@ -26,7 +26,7 @@ def test_each_check_is_a_test(tmp_path):
 def test_an_unknown_backend_stops_the_run(tmp_path):
     command = [*PYTEST, "--trivium-backend=refrence", str(tmp_path)]
     done = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, check=False)
-    assert done.returncode != 0 and "reference" in done.stdout + done.stderr
+    assert done.returncode == 4 and "did you mean 'reference'" in done.stderr and "INTERNALERROR" not in done.stdout
 
 
 def test_the_matrix_has_a_column_for_each_backend():

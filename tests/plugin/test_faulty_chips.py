@@ -153,3 +153,16 @@ def test_a_backend_that_keeps_and_spoils_the_step_s_arrays_spoils_no_text(site, 
     spoil = "old = getattr(self, 'old', None); [getattr(old, n).fill(0) for n in ('token_ids', 'block_tables') if old]"
     install(site, "badchip", faulty(run=f"{spoil}; self.old = batch"))
     assert ids(answers(model, "badchip")) == ids(answers(model, "reference"))
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [("raise OSError('parity')", "OSError: parity"), ("return 1, 2", "ValueError"), ("return []._cells", "AttributeError")],
+)
+def test_a_kernel_that_fails_is_named_with_its_call(site, model, body, reason):
+    kernels = "return [Kernel('add', self.bad, 'bad adder')]"
+    members = f"def bad(self, session, args, attrs): {body}\n    def kernels(self, device): {kernels}"
+    install(site, "badchip", faulty(backend=members))
+    with pytest.raises(BackendError, match=r"backend 'dayone': bad adder in add\(.* failed: ") as failure:
+        answers(model, "badchip")
+    assert reason in str(failure.value)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from trivium.conformance.report import Check, Mismatch
-from trivium.errors import BackendUnavailableError
+from trivium.errors import BackendUnavailableError, TriviumError
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -46,6 +46,8 @@ def _items(session: pytest.Session, name: str, options: dict[str, Any]) -> Itera
         reason = str(e)
         yield ConformanceItem.from_parent(session, name=f"{name}:device", check=None, reason=reason)
         return
+    except TriviumError as e:
+        raise pytest.UsageError(f"--trivium-backend={name}: {e}") from e
     for check in collect_checks(lab):
         yield ConformanceItem.from_parent(session, name=f"{name}:{check.area}:{check.name}", check=check, reason="")
 

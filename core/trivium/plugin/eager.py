@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trivium.errors import UnsupportedError
+from trivium.errors import BackendError, UnsupportedError
 from trivium.ops import OPERATORS, Batch, Call, KVSpec, Program, Sampled, Value
+from trivium.ops.printer import format_call
 from trivium.plugin.contract import Executable, Kernel, Session, Step, Tensor
 from trivium.plugin.host import announce_fallbacks, run_on_host
-from trivium.plugin.select import Choice, select_kernels
+from trivium.plugin.select import Choice, kernel_name, select_kernels
 
 
 class EagerStep(Step):
@@ -40,6 +41,7 @@ class EagerExecutable(Executable):
         self, session: Session, program: Program, weights: Mapping[str, Tensor], kernels: Sequence[Kernel], spec: KVSpec,
         *, backend: str, strict: bool = False,
     ) -> None:  # fmt: skip
+        self._backend = backend
         self._session = session
         self._program = program
         self._spec = spec
@@ -51,6 +53,7 @@ class EagerExecutable(Executable):
         self._taken = {self._state_of[v] for v in kernels_args if v in self._state_of}
         self._sample = max((k for k in kernels if k.op == "sample"), key=lambda k: k.priority, default=None)
         missing = [(c.call.name, _why(c)) for c in self._choices if c.kernel is None]
+        missing += [("sample", "no kernel")] if self._sample is None else []
         announce_fallbacks(backend, missing, strict=strict)
 
     def run(self, batch: Batch) -> Step:
@@ -59,7 +62,11 @@ class EagerExecutable(Executable):
         env.update((v, session.put(getattr(batch, v.name))) for v in program.inputs)
         env.update((s.value, session.step_state(i, batch) if i in self._taken else None) for i, s in enumerate(program.states))
         for i, choice in enumerate(self._choices):
-            self._run_call(choice, env, batch)
+            try:
+                self._run_call(choice, env, batch)
+            except Exception as e:
+                where = f"{kernel_name(choice.kernel) if choice.kernel else 'the host'} in {format_call(choice.call)}"
+                raise BackendError(f"backend {self._backend!r}: {where} failed: {type(e).__name__}: {e}") from e
             for value in self._last_use.get(i, ()):
                 del env[value]
         outputs = {name: env[v] for name, v in program.outputs.items()}
