@@ -5,6 +5,7 @@ from __future__ import annotations
 SOURCE = """
 import dataclasses, sys, threading, time
 from day_one_chip import ChipSession, DayOne
+from trivium.ops import Pattern
 from trivium.plugin import Device, Executable, Kernel, Probe, Step, WeightFormat, hookimpl
 
 class Later(Step):

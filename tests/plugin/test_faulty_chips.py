@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import warnings
 
 import pytest
@@ -17,6 +18,10 @@ from trivium.plugin import HostFallbackWarning, find_backends, registry, resolve
 
 PROMPTS = [[5, 9, 2], [77, 3], [8, 8, 1, 4]]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+
+UNUSED = """def kernels(self, device):
+        return [Kernel(Pattern('p', lambda b, x, y: b.scale(x, factor=2.0)), print)]
+"""
 
 
 @pytest.fixture
@@ -95,6 +100,9 @@ def test_a_name_that_nobody_could_ask_for_is_refused(site, name):
         ({"backend": "def capabilities(self, device): raise KeyError('x')"}, "capabilities() failed: KeyError: 'x'"),
         ({"backend": "def kernels(self, device): raise RuntimeError('no lib')"}, "kernels() failed: RuntimeError: no lib"),
         ({"backend": "def kernels(self, device): return [print]"}, "kernels() returned a builtin"),
+        ({"backend": "def kernels(self, device): return [Kernel(7, print)]"}, "op of '' returned a int"),
+        ({"backend": "def kernels(self, device): return [Kernel('add', print, 'x', None)]"}, "priority of 'x' returned a NoneType"),
+        ({"backend": UNUSED}, "kernels() failed: ProgramError: pattern p: nothing inside uses y"),
         ({"backend": "def open(self, device, options): raise OSError('busy')"}, "open() failed: OSError: busy"),
         ({"backend": "def open(self, device, options): return 7"}, "open() returned a int, not a Session"),
         (
@@ -112,9 +120,10 @@ def test_a_fault_before_the_first_step_is_a_plugin_error_with_name_and_reason(si
     assert reason in str(refusal.value)
 
 
-def test_a_supports_that_raises_names_its_kernel(site, model):
-    install(site, "badchip", faulty(backend="def kernels(self, d): return [Kernel('add', print, 'mine', 0, lambda c: c.x)]"))
-    with pytest.raises(PluginError, match=r"kernel 'mine' of trivium_badchip_.*: supports\(\) failed: AttributeError"):
+@pytest.mark.parametrize(("answer", "reason"), [("c.x", "failed: AttributeError"), ("False", "returned a bool, not a str | None")])
+def test_a_supports_that_raises_or_is_a_truth_value_names_its_kernel(site, model, answer, reason):
+    install(site, "badchip", faulty(backend=f"def kernels(self, d): return [Kernel('add', print, 'mine', 0, lambda c: {answer})]"))
+    with pytest.raises(PluginError, match=rf"kernel 'mine' of trivium_badchip_.*: supports\(\) {re.escape(reason)}"):
         answers(model, "badchip")
 
 

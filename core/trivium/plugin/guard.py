@@ -4,27 +4,31 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
+from types import UnionType
 from typing import Any
 
-from trivium.errors import PluginError, TriviumError
+from trivium.errors import PluginError, ProgramError, TriviumError
+from trivium.ops import Pattern
+from trivium.ops.patterns import trace
 from trivium.plugin.contract import Backend, Capabilities, Device, Kernel, WeightFormat
 
 
 @contextlib.contextmanager
 def blame(what: str) -> Iterator[None]:
-    """Whatever is raised inside, other than a TriviumError or an interrupt, becomes a PluginError: `what` failed, and why."""
+    """Whatever is raised inside becomes a PluginError: `what` failed, and why. Interrupts pass, and so do TriviumErrors, except
+    ProgramError: the Programs that plugins make are their patterns."""
     try:
         yield
-    except TriviumError:
-        raise
     except (Exception, SystemExit) as e:
+        if isinstance(e, TriviumError) and not isinstance(e, ProgramError):
+            raise
         raise PluginError(f"{what} failed: {type(e).__name__}: {e}") from e
 
 
-def expect(kind: type, value: Any, what: str) -> Any:
-    """`value`, which `what` returned; PluginError if it is of another kind."""
+def expect(kind: type | UnionType, value: Any, what: str) -> Any:
+    """`value`, which `what` gave; PluginError if it is of another kind."""
     if not isinstance(value, kind):
-        raise PluginError(f"{what} returned a {type(value).__name__}, not a {kind.__name__}")
+        raise PluginError(f"{what} returned a {type(value).__name__}, not a {getattr(kind, '__name__', kind)}")
     return value
 
 
@@ -53,6 +57,12 @@ def _fault(can: Any) -> str:
 
 
 def kernels_of(backend: Backend, device: Device) -> Sequence[Kernel]:
-    """backend.kernels(device), each of them a Kernel; PluginError otherwise."""
-    with blame(f"backend {backend.name!r}: kernels()"):
-        return [expect(Kernel, k, f"backend {backend.name!r}: kernels()") for k in backend.kernels(device)]
+    """backend.kernels(device), each of them a Kernel of an operator or of a well-formed Pattern; PluginError otherwise."""
+    what = f"backend {backend.name!r}: kernels()"
+    with blame(what):
+        kernels = [expect(Kernel, k, what) for k in backend.kernels(device)]
+        for kernel in kernels:
+            expect(int, kernel.priority, f"{what}, priority of {kernel.name!r}")
+            if isinstance(expect(str | Pattern, kernel.op, f"{what}, op of {kernel.name!r}"), Pattern):
+                trace(kernel.op)
+    return kernels

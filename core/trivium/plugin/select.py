@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from trivium.ops import Call, Pattern, Program
 from trivium.plugin.contract import Kernel
-from trivium.plugin.guard import blame
+from trivium.plugin.guard import blame, expect
 
 
 class Choice(NamedTuple):
@@ -34,8 +34,9 @@ def choose(call: Call, kernels: Sequence[Kernel]) -> Choice:
     """The highest-priority kernel that supports the call (the first registered among equals)."""
     able, refused = [], []
     for kernel in sorted((k for k in kernels if _computes(k, call)), key=lambda k: -k.priority):
-        with blame(f"kernel {kernel_name(kernel)!r} of {getattr(kernel.supports, '__module__', 'a plugin')}: supports()"):
-            reason = kernel.supports(call)
+        what = f"kernel {kernel_name(kernel)!r} of {getattr(kernel.supports, '__module__', 'a plugin')}: supports()"
+        with blame(what):
+            reason = expect(str | None, kernel.supports(call), what)
         if reason is None:
             able.append(kernel)
         else:
