@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from chat_models import make_chat_model
 
-from trivium import LLM, SamplingParams
+from trivium import LLM, AsyncLLM, SamplingParams
 from trivium.errors import BackendError, CapacityError, ContextLengthError, InvalidRequestError, TriviumError
 
 pytestmark = pytest.mark.faults
@@ -373,3 +373,16 @@ def test_o46_a_quantised_checkpoint_that_can_not_be_read_says_so(tmp_path, metho
     made = make_chat_model(tmp_path / "m", quantization_config={"quant_method": method, "bits": 4})
     with pytest.raises(TriviumError, match=f"quantised by {method}.*GGUF"):
         LLM(made, backend="cpu", progress=False)
+
+
+def test_an_async_model_may_be_collected_by_its_own_thread(folder):
+    model = AsyncLLM(folder, **EXACT)
+    engine, session, model.itself, gone = model.async_engine, model.loaded.session, model, weakref.ref(model)
+    gc.disable()
+    try:
+        del model
+        engine._commands.put(gc.collect)
+        engine._thread.join(60)
+    finally:
+        gc.enable()
+    assert gone() is None and not engine._thread.is_alive() and session.memory().kv == 0

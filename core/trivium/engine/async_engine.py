@@ -66,7 +66,8 @@ class AsyncEngine:
     def close(self) -> None:
         """Ends every request (finish_reason "error") and the thread."""
         self._commands.put(None)
-        self._thread.join()
+        if threading.current_thread() is not self._thread:  # it is where the owner is collected as garbage by this very thread
+            self._thread.join()
 
     async def call(self, what: Callable[[Engine], Any]) -> Any:
         """Runs `what` between two steps, on the engine's thread, and returns its result."""
