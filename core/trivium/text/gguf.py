@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,18 +17,8 @@ if TYPE_CHECKING:
 _BLANK = "\u2581"  # how SentencePiece writes a space
 _ROLES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding", "sep_token": "seperator"}
 _ENDS = ("eos", "eot", "eom")
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # values of `tokenizer.ggml.token_type`
 _Array = np.ndarray[Any, np.dtype[Any]]
-
-
-class TokenType(IntEnum):
-    """`tokenizer.ggml.token_type`."""
-
-    NORMAL = 1
-    UNKNOWN = 2
-    CONTROL = 3
-    USER_DEFINED = 4
-    UNUSED = 5
-    BYTE = 6
 
 
 @dataclass(frozen=True)
@@ -68,7 +57,7 @@ def read_vocabulary(metadata: Mapping[str, Any]) -> Vocabulary:
             f"the file's tokenizer is of kind {model!r} (tokenizer.ggml.model); supported are {', '.join(_BUILDERS)}"
         )
     tokens = [str(token) for token in metadata.get("tokenizer.ggml.tokens", ())]
-    types = [int(kind) for kind in metadata.get("tokenizer.ggml.token_type", ())] or [int(TokenType.NORMAL)] * len(tokens)
+    types = [int(kind) for kind in metadata.get("tokenizer.ggml.token_type", ())] or [_NORMAL] * len(tokens)
     scores = metadata.get("tokenizer.ggml.scores", None)
     scores = [0.0] * len(tokens) if scores is None else scores
     if not tokens or len(types) != len(tokens) or len(scores) != len(tokens):
@@ -104,17 +93,14 @@ def build(vocabulary: Vocabulary) -> Tokenizer:
         raise
     except Exception as error:  # the tokenizers package raises plain Exception
         raise CheckpointError(f"the file's tokenizer can't be built: {error}") from error
-    special = (TokenType.CONTROL, TokenType.UNKNOWN)
-    named = set(vocabulary.ids.values())
-    backend.add_tokens(
-        [
-            AddedToken(token, normalized=False, special=kind in special or index in named)
-            for index, (token, kind) in enumerate(zip(vocabulary.tokens, vocabulary.types))
-            if (kind in special or kind == TokenType.USER_DEFINED or index in named) and token.strip(" ")
-        ]
-    )
-    ends = [vocabulary.tokens[vocabulary.ids[which]] if vocabulary.adds(which) else None for which in ("bos", "eos")]
-    backend.post_processor = surround(backend, ends[0], ends[1])
+    added, named = [], set(vocabulary.ids.values())
+    for index, (token, kind) in enumerate(zip(vocabulary.tokens, vocabulary.types)):
+        special = kind in (_CONTROL, _UNKNOWN) or index in named
+        if (special or kind == _USER_DEFINED) and token.strip(" "):
+            added.append(AddedToken(token, normalized=False, special=special))
+    backend.add_tokens(added)
+    bos, eos = (vocabulary.tokens[vocabulary.ids[which]] if vocabulary.adds(which) else None for which in ("bos", "eos"))
+    backend.post_processor = surround(backend, bos, eos)
     return backend
 
 
@@ -169,8 +155,8 @@ def derive_merges(tokens: list[str], types: Sequence[int], scores: Sequence[floa
     million cuts, so all are looked up at once, by 64-bit hashes of substrings.
     """
     kinds = np.asarray(types)
-    usable = np.flatnonzero((kinds == TokenType.NORMAL) | (kinds == TokenType.USER_DEFINED))
-    user_defined = kinds[usable] == TokenType.USER_DEFINED
+    usable = np.flatnonzero((kinds == _NORMAL) | (kinds == _USER_DEFINED))
+    user_defined = kinds[usable] == _USER_DEFINED
     worst_first = usable[np.lexsort((usable, -np.asarray(scores, np.float64)[usable], ~user_defined))][::-1]
     pieces = np.array([token for index in worst_first.tolist() if (token := tokens[index])], object)
     lengths = np.fromiter(map(len, pieces), np.int64, len(pieces))

@@ -28,26 +28,21 @@ class Tokenizer:
     """
 
     def __init__(
-        self,
-        backend: tokenizers.Tokenizer,
-        *,
-        vocab_size: int,
-        named: Mapping[str, str],
-        end_ids: set[int] | None = None,
-        templates: Mapping[str, str] | None = None,
-    ) -> None:
+        self, backend: tokenizers.Tokenizer, *, vocab_size: int, named: Mapping[str, str], end_ids: set[int],
+        templates: Mapping[str, str],
+    ) -> None:  # fmt: skip
         self._backend = backend
         self._bytes: dict[int, bytes] = {}
         self._added = {index: token.content for index, token in backend.get_added_tokens_decoder().items()}
         self._compiled: dict[str, ChatTemplate] = {}
-        self._templates = dict(templates or {})
+        self._templates = templates
         self._spelling = _Spelling(backend)
-        self.named_tokens = dict(named)
+        self.named_tokens = named
         self.vocab_size = vocab_size
         self.special_ids = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
         self.bos_id = backend.token_to_id(named["bos_token"]) if "bos_token" in named else None
         self._adds_bos = self.bos_id is not None and backend.encode("").ids[:1] == [self.bos_id]
-        self.eos_ids = frozenset((end_ids or set()) | self._turn_ends())
+        self.eos_ids = frozenset(end_ids | self._turn_ends())
         self.strips_leading_space = self._spelling.strips
         self.chat_template = self._templates.get("default")
 
@@ -64,16 +59,12 @@ class Tokenizer:
     @classmethod
     def _from_gguf(cls, metadata: Mapping[str, Any], template: str | None) -> Tokenizer:
         vocabulary = gguf.read_vocabulary(metadata)
-        prefix = "tokenizer.chat_template."
-        templates = {key.removeprefix(prefix): str(text) for key, text in metadata.items() if key.startswith(prefix)}
-        default = template or metadata.get("tokenizer.chat_template")
-        return cls(
-            gguf.build(vocabulary),
-            vocab_size=len(vocabulary.tokens),
-            named=vocabulary.named(),
-            end_ids=vocabulary.end_ids(),
-            templates=templates | ({"default": str(default)} if default else {}),
-        )
+        key = "tokenizer.chat_template"
+        templates = {name.removeprefix(f"{key}."): str(text) for name, text in metadata.items() if name.startswith(f"{key}.")}
+        if default := template or metadata.get(key):
+            templates["default"] = str(default)
+        size, named, ends = len(vocabulary.tokens), vocabulary.named(), vocabulary.end_ids()
+        return cls(gguf.build(vocabulary), vocab_size=size, named=named, end_ids=ends, templates=templates)
 
     @classmethod
     def _from_json(cls, text: str, config: Mapping[str, Any], template: str | None) -> Tokenizer:
@@ -85,20 +76,20 @@ class Tokenizer:
             raise CheckpointError(f"tokenizer.json can't be read: {error}") from error
         backend.no_truncation()
         backend.no_padding()
-        named = {role: token for role in _ROLES if (token := _content(config.get(role)))}
-        named = {role: token for role, token in named.items() if backend.token_to_id(token) is not None}
+        tokens = {role: token for role in _ROLES if (token := _content(config.get(role)))}
+        named = {role: token for role, token in tokens.items() if backend.token_to_id(token) is not None}
         _add_configured_tokens(backend, config, named)
         if "add_bos_token" in config or "add_eos_token" in config or backend.post_processor is None:
-            ends = [named.get(role) if config.get(f"add_{role}") else None for role in ("bos_token", "eos_token")]
-            backend.post_processor = gguf.surround(backend, ends[0], ends[1])
-        end_id = backend.token_to_id(named["eos_token"]) if "eos_token" in named else None
-        return cls(
-            backend,
-            vocab_size=max(backend.get_vocab().values(), default=-1) + 1,
-            named=named,
-            end_ids=set() if end_id is None else {end_id},
-            templates=_templates(config.get("chat_template"), template),
-        )
+            bos, eos = (named.get(role) if config.get(f"add_{role}") else None for role in ("bos_token", "eos_token"))
+            backend.post_processor = gguf.surround(backend, bos, eos)
+        configured = config.get("chat_template")
+        templates = {entry["name"]: entry["template"] for entry in configured} if isinstance(configured, list) else {}
+        if default := template or (configured if isinstance(configured, str) else None):
+            templates["default"] = default
+        size = max(backend.get_vocab().values(), default=-1) + 1
+        end = backend.token_to_id(named["eos_token"]) if "eos_token" in named else None
+        ends = set() if end is None else {end}
+        return cls(backend, vocab_size=size, named=named, end_ids=ends, templates=templates)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`. Special tokens written in the text become their ids, as with Hugging Face tokenizers.
@@ -192,12 +183,6 @@ def _content(token: Any) -> str | None:
     return token.get("content") if isinstance(token, Mapping) else token
 
 
-def _templates(configured: Any, template: str | None) -> dict[str, str]:
-    named = {entry["name"]: entry["template"] for entry in configured} if isinstance(configured, list) else {}
-    default = template or (configured if isinstance(configured, str) else None)
-    return named | ({"default": default} if default else {})
-
-
 def _add_configured_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any], named: Mapping[str, str]) -> None:
     """Added and special tokens that only tokenizer_config.json names; such without an id in the vocabulary stay unknown."""
     from tokenizers import AddedToken
@@ -209,12 +194,8 @@ def _add_configured_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, A
     for entry in config.get("added_tokens_decoder", {}).values():
         wanted[entry["content"]] = {key: entry[key] for key in fields if key in entry}
     present = {token.content: token.special for token in backend.get_added_tokens_decoder().values()}
-    missing = [
-        AddedToken(content, **how)
-        for content, how in wanted.items()
-        if backend.token_to_id(content) is not None and (content not in present or how.get("special", False) > present[content])
-    ]
-    backend.add_tokens(missing)
+    new = [(text, how) for text, how in wanted.items() if text not in present or how.get("special", False) > present[text]]
+    backend.add_tokens([AddedToken(text, **how) for text, how in new if backend.token_to_id(text) is not None])
 
 
 class _Spelling:

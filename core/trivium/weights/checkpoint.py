@@ -105,8 +105,8 @@ def _open(path: Path) -> Checkpoint:
 def _open_gguf(path: Path) -> Checkpoint:
     file = GGUFFile(path)
     tensors: Stored = {name: (file, stored) for name, stored in gguf_models.map_names(file).items()}
-    config = gguf_models.read_config(file)
-    return Checkpoint(path, config, gguf_models.token_ids(file), file.fingerprint, tensors, partial(_gguf_tokenizer, file))
+    config, generation = gguf_models.read_config(file), gguf_models.token_ids(file)
+    return Checkpoint(path, config, generation, file.fingerprint, tensors, partial(_gguf_tokenizer, file))
 
 
 def _gguf_tokenizer(file: GGUFFile) -> Json:

@@ -57,15 +57,13 @@ class _Reader:
             raise self.fail(f"{what} is not UTF-8") from None
 
     def value(self, kind: int, what: str, nesting: int = 0) -> Any:
+        """A value of the type `kind`; arrays of numbers at once."""
         if kind == _STRING:
             return self.string(what)
         if kind in _SCALARS:
             return self.scalar(_SCALARS[kind], what)
-        if kind == _ARRAY and nesting < MAX_NESTING:
-            return self._array(what, nesting)
-        raise self.fail(f"{what} has the unknown value type {kind}")
-
-    def _array(self, what: str, nesting: int) -> list[Any]:
+        if kind != _ARRAY or nesting >= MAX_NESTING:
+            raise self.fail(f"{what} has the unknown value type {kind}")
         kind = self.scalar("I", what)
         if kind not in _SCALARS:
             n = self.count("Q", f"the length of {what}", 8)
@@ -86,7 +84,12 @@ class GGUFFile(TensorFile):
         data = map_file(path)
         reader = _Reader(data, path)
         tensors, keys = _read_header(reader)
-        self.metadata: Mapping[str, Any] = _read_metadata(reader, keys)
+        self.metadata: dict[str, Any] = {}
+        for i in range(keys):
+            key = reader.string(f"the name of metadata key {i}")
+            if key in self.metadata:
+                raise reader.fail(f"the metadata key {key!r} is there twice")
+            self.metadata[key] = reader.value(reader.scalar("I", f"the type of {key!r}"), f"the value of {key!r}")
         infos = [_read_info(reader) for _ in range(tensors)]
         super().__init__(path, data, reader.at, _place(reader, infos, self.metadata.get("general.alignment", 32)))
 
@@ -120,16 +123,6 @@ def _read_header(reader: _Reader) -> tuple[int, int]:
     if version not in (2, 3):
         raise UnsupportedError(f"{reader.path}: GGUF version {version}; versions 2 and 3 can be read, convert the model again")
     return reader.count("Q", "the number of tensors", 24), reader.count("Q", "the number of metadata keys", 13)
-
-
-def _read_metadata(reader: _Reader, keys: int) -> dict[str, Any]:
-    metadata: dict[str, Any] = {}
-    for i in range(keys):
-        key = reader.string(f"the name of metadata key {i}")
-        if key in metadata:
-            raise reader.fail(f"the metadata key {key!r} is there twice")
-        metadata[key] = reader.value(reader.scalar("I", f"the type of {key!r}"), f"the value of {key!r}")
-    return metadata
 
 
 def _read_info(reader: _Reader) -> tuple[str, TensorInfo]:

