@@ -149,3 +149,15 @@ def test_o10_an_end_token_among_the_alternatives_has_a_finite_logprob():
 def test_o11_zero_alternatives_still_report_the_chosen_one():
     got = sample(np.zeros((1, V), np.float32), build_inputs([(state(SamplingParams(logprobs=0)), 1, -1)], V), vocab_size=V)
     assert got.logprobs.tolist() == pytest.approx([-np.log(V)], abs=1e-6) and got.top_ids.shape == (1, 0)
+
+
+def test_columns_that_steps_share_follow_the_rows_and_cannot_be_written() -> None:
+    warm, cold = state(SamplingParams(temperature=0.5, seed=3)), state(SamplingParams(temperature=0.0, seed=4))
+    build_inputs([(warm, 1, -1), (cold, 1, -1)], V)
+    for rows in ([(warm, 1, -1)], [(cold, 2, -1), (warm, 2, -1)], [(warm, 3, 5), (cold, 3, -1)]):
+        got = build_inputs(rows, V)
+        assert got.temperature.tolist() == [s.params.temperature for s, _, _ in rows]
+        assert got.seed.tolist() == [s.seed for s, _, _ in rows]
+        assert got.position.tolist() == [at for _, at, _ in rows] and got.score_ids.tolist() == [score for _, _, score in rows]
+        with pytest.raises(ValueError, match="read-only"):
+            got.temperature[0] = 1

@@ -132,7 +132,7 @@ def _ragged(parts: Sequence[Pairs | None], dtype: type) -> tuple[I32, I32, Any]:
     """Rows of (ids, values), None for none, one after the other: starts, ids, values."""
     found = [part for part in parts if part is not None]
     if not found:
-        return _nothing(len(parts), dtype)
+        return np.zeros(len(parts) + 1, np.int32), np.zeros(0, np.int32), np.zeros(0, dtype)
     starts = np.cumsum([0, *(0 if part is None else len(part[0]) for part in parts)], dtype=np.int32)
     ids, values = [part[0] for part in found], [part[1] for part in found]
     return starts, np.concatenate(ids), np.concatenate(values)
@@ -147,15 +147,13 @@ def _masks(rows: Sequence[Row], vocab_size: int) -> npt.NDArray[np.uint32] | Non
 
 
 @lru_cache(maxsize=8)
-def _nothing(rows: int, dtype: type) -> tuple[I32, I32, Any]:
-    return np.zeros(rows + 1, np.int32), np.zeros(0, np.int32), np.zeros(0, dtype)
-
-
-@lru_cache(maxsize=8)
-def _columns(packed: bytes) -> dict[str, npt.NDArray[Any]]:
-    """The columns that don't change while the same sequences run."""
+def _columns(packed: bytes, score_ids: tuple[int, ...]) -> dict[str, npt.NDArray[Any]]:
+    """The columns that don't change while the same sequences run; steps share them, so nobody can write to them."""
     rows = np.frombuffer(packed, _ROW)
-    return {name: np.ascontiguousarray(rows[name]) for name in _ROW.names or ()}
+    columns = {name: np.ascontiguousarray(rows[name]) for name in _ROW.names or ()} | {"score_ids": np.array(score_ids, np.int32)}
+    for column in columns.values():
+        column.setflags(write=False)
+    return columns
 
 
 def build_inputs(rows: Sequence[Row], vocab_size: int) -> SampleInputs:
@@ -164,11 +162,10 @@ def build_inputs(rows: Sequence[Row], vocab_size: int) -> SampleInputs:
     seen_starts, seen_ids, seen_counts = _ragged(seen, np.int32)
     bias_starts, bias_ids, bias = _ragged([s.bias() if score < 0 else None for s, _, score in rows], np.float32)
     return SampleInputs(
-        **_columns(b"".join([state.packed for state, _, _ in rows])),
+        **_columns(b"".join([state.packed for state, _, _ in rows]), tuple([score for _, _, score in rows])),
         position=np.array([position for _, position, _ in rows], np.int64),
         seen_starts=seen_starts, seen_ids=seen_ids, seen_counts=seen_counts,
         bias_starts=bias_starts, bias_ids=bias_ids, bias=bias,
-        score_ids=np.array([score for _, _, score in rows], np.int32),
         mask=_masks(rows, vocab_size),
         top_logprobs=max([s.logprobs if score < 0 else s.prompt_logprobs for s, _, score in rows], default=-1),
     )  # fmt: skip

@@ -31,7 +31,9 @@ def sampled_rows(entry: Entry) -> RowMap:
 def make_batch(entries: Seq[Entry], rows: Seq[RowMap], kv: KVCache, sampling: SampleInputs) -> Batch:
     """The arrays of a step whose pages are reserved. Loops over sequences, never over tokens, and makes each array once from a
     list: numpy's own operations on a handful of numbers would cost more than they do."""
-    tokens, positions, wanted = list[int](), list[int](), list[int]()
+    tokens: list[int] = []
+    positions: list[int] = []
+    wanted: list[int] = []
     query_starts, spans = [0], list[tuple[int, int, int]]()
     for (seq, start, count, _), (first, scores, sample) in zip(entries, rows):
         end, offset = start + count, len(tokens) - start
