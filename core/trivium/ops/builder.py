@@ -64,11 +64,10 @@ class Builder:
         op = self._operators.get(name)
         if op is None:
             raise ProgramError(f"no operator is called {name!r} in this operator set")
-        bound = self._bind_args(op, args)
-        shapes = op.result_shapes([None if v is None or v.kind == "state" else v.shape for v in bound], bind_attrs(op, attrs))
-        dims = iter(shapes)
-        results = tuple(self._result(op, r, bound, () if r.is_state else next(dims)) for r in op.signature.results)
-        self._calls.append(Call(op, bound, bind_attrs(op, attrs), results))
+        bound, attrs = self._bind_args(op, args), bind_attrs(op, attrs)
+        shapes = iter(op.result_shapes([None if v is None or v.kind == "state" else v.shape for v in bound], attrs))
+        results = tuple(self._result(r, bound, () if r.is_state else next(shapes)) for r in op.signature.results)
+        self._calls.append(Call(op, bound, attrs, results))
         return results[0] if len(results) == 1 else results
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
@@ -95,15 +94,14 @@ class Builder:
                 raise ProgramError(f"{op.name}: {arg.name} {'must' if arg.is_state else 'must not'} be a state")
         return bound
 
-    def _result(self, op: Operator, result: Arg, args: tuple[Value | None, ...], shape: Shape) -> Value:
+    def _result(self, result: Arg, args: tuple[Value | None, ...], shape: Shape) -> Value:
+        """A new value: name1, name2, ...; the versions of a state are name'1, name'2, ..."""
+        stem, dtype = result.name, result.dtype
         if result.is_state:
-            source = next(v for v in args if v is not None and v.kind == "state")
-            return Value(self._fresh(source.name.partition("'")[0], "'"), (), source.dtype, "state")
-        return Value(self._fresh(result.name), shape, result.dtype, "call")
-
-    def _fresh(self, stem: str, mark: str = "") -> str:
-        n = self._version[stem] = self._version.get(stem, 0) + 1
-        return f"{stem}{mark}{n}"
+            before = next(v for v in args if v is not None and v.kind == "state")
+            stem, dtype = before.name.partition("'")[0] + "'", before.dtype
+        self._version[stem] = self._version.get(stem, 0) + 1
+        return Value(f"{stem}{self._version[stem]}", shape, dtype, "state" if result.is_state else "call")
 
 
 def bind_attrs(op: Operator, attrs: Mapping[str, Any]) -> dict[str, Any]:

@@ -40,15 +40,13 @@ def linear(x: Array, weight: Array, bias: Array | None = None) -> Array:
     return y if bias is None else y + bias
 
 
-def _head_linear_cases(rng: Rng) -> Iterator[Case]:
+def _head_cases(rng: Rng) -> Iterator[Case]:
     for rows, heads, n_in, n_out in zip(ROWS, (1, 3, 4, 2, 5), (8, 5, 16, 32, 7), (16, 3, 8, 33, 12)):
         yield Case((normal(rng, rows, heads, n_in), normal(rng, heads, n_out, n_in)))
 
 
 @operator(
-    "x[tokens, heads, in], weight[heads, out, in]:weight -> y[tokens, heads, out]",
-    cases=_head_linear_cases,
-    tolerances=tolerances(4),
+    "x[tokens, heads, in], weight[heads, out, in]:weight -> y[tokens, heads, out]", cases=_head_cases, tolerances=tolerances(4)
 )
 def head_linear(x: Array, weight: Array) -> Array:
     """y[t, h] = weight[h] · x[t, h]: a projection of its own for every head (the absorbed matrices of latent attention)."""

@@ -207,13 +207,9 @@ def is_closed(graph: PatternGraph, program: CallGraph, match: Match, matched: fr
     """Whether nobody outside reads what the pattern keeps to itself, and nothing it takes is made by itself."""
     if any(program.maker.get(v) in matched for p in graph.params if (v := match.values[p]) is not None):
         return False
-    for want, call in match.calls.items():
-        for mine, value in zip(want.results, call.results, strict=True):
-            if mine not in graph.outputs and (
-                value in program.outputs or any(c not in matched for c in program.readers.get(value, ()))
-            ):
-                return False
-    return True
+    pairs = [pair for want, call in match.calls.items() for pair in zip(want.results, call.results, strict=True)]
+    inner = [value for mine, value in pairs if mine not in graph.outputs]
+    return not any(v in program.outputs or any(c not in matched for c in program.readers.get(v, ())) for v in inner)
 
 
 def run_pattern(pattern: Pattern, args: Sequence[Any], attrs: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -109,7 +109,3 @@ class Pattern:
     fn: Callable[..., Any]
     optional: frozenset[str] = field(default_factory=frozenset)
     cases: MakeCases | None = None
-
-    @property
-    def doc(self) -> str:
-        return self.fn.__doc__ or ""
