@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from chat_models import make_chat_model
@@ -148,3 +149,12 @@ def test_a_reader_that_leaves_is_no_error(folder):
     os.close(write)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 141 and err.strip() == ""
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+@pytest.mark.parametrize("argv", [("backends", "--json"), ("backends",)])
+def test_a_full_disk_is_one_line(argv):
+    with Path("/dev/full").open("w") as full:
+        command = [sys.executable, "-m", "trivium.cli", *argv]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False, timeout=60)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1 and "No space left" in done.stderr

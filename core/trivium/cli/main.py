@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import sys
@@ -72,6 +73,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # The reader of our output has left; nothing more can be said to it, and flushing at exit must not fail again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # The reader of our output has left; nothing more can be said to it.
+        _leave_output()
         return 141
+    except OSError as e:
+        _leave_output()
+        complain(f"the system refused: {e}")
+        return 1
+
+
+def _leave_output() -> None:
+    """What is still buffered for standard output goes nowhere, so that flushing it at exit can't fail again."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
