@@ -47,13 +47,23 @@ void change(std::atomic<uint32_t>& word, uint32_t value, std::atomic<uint32_t>& 
 
 ThreadPool::ThreadPool(int threads) : threads_(threads < 1 ? 1 : threads) {
   for (int i = 0; i < threads_; ++i) workers_.push_back(std::make_unique<Worker>(*this, i));
-  for (int i = 1; i < threads_; ++i) helpers_.emplace_back([this, i] { loop(i); });
+  try {
+    for (int i = 1; i < threads_; ++i) helpers_.emplace_back([this, i] { loop(i); });
+  } catch (...) {
+    // The system gives no more threads: those that run must be joined before the caller hears of it.
+    stop_helpers();
+    throw;
+  }
 }
 
-ThreadPool::~ThreadPool() {
+void ThreadPool::stop_helpers() {
   stop_ = true;
   change(epoch_, epoch_.load() + 1, sleepers_);
   for (std::thread& helper : helpers_) helper.join();
+}
+
+ThreadPool::~ThreadPool() {
+  stop_helpers();
   for (auto& worker : workers_) ::operator delete(worker->scratch_, std::align_val_t{kAlign});
 }
 

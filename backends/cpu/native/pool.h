@@ -93,6 +93,7 @@ private:
     void* context = nullptr;
   };
   void run_job(JobRef job);
+  void stop_helpers();
   void loop(int index);
   void barrier();
 
