@@ -101,9 +101,8 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--block-size", type=positive, metavar="N", help="tokens a page of the KV cache")
     group.add_argument("--num-kv-blocks", type=positive, metavar="N", help="pages of the KV cache")
     group.add_argument("--max-num-seqs", type=positive, metavar="N", default=64, help="sequences in one step (default: 64)")
-    group.add_argument(
-        "--max-num-batched-tokens", type=positive, metavar="N", default=512, help="tokens in one step (default: 512)"
-    )
+    tokens_help = "tokens in one step (default: 512, or the backend's limit)"
+    group.add_argument("--max-num-batched-tokens", type=positive, metavar="N", help=tokens_help)
     group.add_argument("--max-model-len", type=positive, metavar="N", help="longest prompt and output together")
     group.add_argument("--strict", action="store_true", help="refuse instead of running an operator on the host")
     group.add_argument("--option", type=key_value, action="append", metavar="KEY=VALUE", help="an option of the backend's own")
