@@ -110,6 +110,9 @@ class _Opened:
     def _chats(
         self, messages: Sequence[Message] | Sequence[Sequence[Message]], params: Params, template: Mapping[str, Any]
     ) -> list[_Request]:
+        if not isinstance(cast(object, messages), Sequence):
+            message = f"messages must be a list of messages with role and content, or of such lists, not {type(messages).__name__}"
+            raise InvalidRequestError(message, param="messages")
         chats: Any = [messages] if len(messages) == 0 or isinstance(messages[0], Mapping) else messages
         return self._paired([self.encode_chat(chat, **template) for chat in chats], params)
 

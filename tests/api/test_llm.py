@@ -298,3 +298,9 @@ def test_o10_the_end_token_and_special_alternatives_have_a_finite_logprob_and_a_
     assert out.outputs[0].token_ids == [end] and out.outputs[0].finish_reason == "stop" and out.outputs[0].text == ""
     assert entry[end].decoded_token == "</s>" and entry[pad].decoded_token == "<pad>"
     assert len(entry) == llm.loaded.vocab_size and np.isfinite([v.logprob for v in entry.values()]).all()
+
+
+@pytest.mark.parametrize("given", [None, 5, {"role": "user", "content": "hi"}])
+def test_a_chat_that_is_no_list_is_refused(llm, given):
+    with pytest.raises(InvalidRequestError, match=f"not {type(given).__name__}"):
+        llm.chat(given)
