@@ -53,13 +53,11 @@ def read_vocabulary(metadata: Mapping[str, Any]) -> Vocabulary:
     """Check the metadata; CheckpointError for what can't be true, UnsupportedError for kinds that generate no text."""
     model = str(metadata.get("tokenizer.ggml.model", ""))
     if model not in _BUILDERS:
-        raise UnsupportedError(
-            f"the file's tokenizer is of kind {model!r} (tokenizer.ggml.model); supported are {', '.join(_BUILDERS)}"
-        )
+        known = ", ".join(_BUILDERS)
+        raise UnsupportedError(f"the file's tokenizer is of kind {model!r} (tokenizer.ggml.model); supported are {known}")
     tokens = [str(token) for token in metadata.get("tokenizer.ggml.tokens", ())]
     types = [int(kind) for kind in metadata.get("tokenizer.ggml.token_type", ())] or [_NORMAL] * len(tokens)
-    scores = metadata.get("tokenizer.ggml.scores", None)
-    scores = [0.0] * len(tokens) if scores is None else scores
+    scores = metadata.get("tokenizer.ggml.scores", [0.0] * len(tokens))
     if not tokens or len(types) != len(tokens) or len(scores) != len(tokens):
         counts = f"{len(tokens)} tokens, {len(types)} types and {len(scores)} scores"
         raise CheckpointError(f"the file's tokenizer has {counts}; they must be equally many, and some")

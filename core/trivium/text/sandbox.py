@@ -29,7 +29,6 @@ _PADDING = frozenset({"center", "indent", "ljust", "rjust", "zfill", "expandtabs
 _PRINTING = frozenset({"string", "join", "pprint", "urlencode", "urlize", "xmlattr", "format", "format_map", "replace", "escape"})
 _WIDE_FORMAT = re.compile(r"\d{5,}|%[-+ #0-9.]*\*|\{[^{}]*\{")  # a wide field, or a width taken from the arguments
 _TEXT = (str, bytes)
-_SIZED = (str, bytes, list, tuple, dict)
 
 
 class _Budget(Context):
@@ -166,10 +165,8 @@ def _check_arguments(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     if name not in _PRINTING:
         return args
     args = tuple(list(islice(value, MAX_STEPS)) if isinstance(value, Iterator) else value for value in args)
-    values = (*args, *kwargs.values())
+    values = [_printable(value) for value in (*args, *kwargs.values())]
     texts = [value for value in values if isinstance(value, str)]
-    for value in values:
-        _printable(value)
     if name.startswith("format") and any(_WIDE_FORMAT.search(text) for text in texts[:1]):
         raise SecurityError("the template's format string asks for wide fields")
     if name == "replace" and len(texts) == 3:
@@ -194,7 +191,7 @@ def _printable(value: Any) -> Any:
 
 
 def _length(value: Any) -> int:
-    return len(value) if isinstance(value, _SIZED) else 0
+    return len(value) if isinstance(value, (str, bytes, list, tuple, dict)) else 0
 
 
 def _count(value: Any) -> int:

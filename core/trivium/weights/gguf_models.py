@@ -168,8 +168,7 @@ def _rope_scaling(keys: _Keys) -> Config | None:
     if kind not in ("linear", "yarn"):
         raise UnsupportedError(f"{keys.file.path}: rope scaling of the type {kind!r}; there are none, linear, yarn, longrope")
     original = keys.get("rope.scaling.original_context_length", int, None)
-    more = {} if original is None else {"original_max_position_embeddings": original}
-    return {"rope_type": kind, "factor": factor} | more
+    return {"rope_type": kind, "factor": factor} | ({} if original is None else {"original_max_position_embeddings": original})
 
 
 def _extend_gemma2(keys: _Keys, config: Config) -> None:
@@ -207,8 +206,8 @@ def _extend_phi3(keys: _Keys, config: Config) -> None:
     if original is not None:
         config["original_max_position_embeddings"] = original
     if short and long:
-        config["rope_scaling"] = {"rope_type": "longrope", "short_factor": short, "long_factor": long}
-        config["rope_scaling"] |= {} if attention is None else {"attention_factor": attention}
+        scale = {} if attention is None else {"attention_factor": attention}
+        config["rope_scaling"] = {"rope_type": "longrope", "short_factor": short, "long_factor": long} | scale
     config["sliding_window"] = keys.get("attention.sliding_window", int, None) or None
 
 

