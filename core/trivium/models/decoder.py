@@ -61,21 +61,6 @@ class Decoder:
         interleaved = bool(config.get("rope_interleaved", False))
         return lambda x: self.op("rope", x, positions, inv_freq, interleaved=interleaved, scale=table.scale)
 
-    def attend(
-        self, layer: int, q: Value, k: Value, v: Value,
-        *, window: int | None = None, scale: float | None = None, softcap: float | None = None,
-    ) -> Value:  # fmt: skip
-        """Stores k and v in the layer's pages and attends: y[tokens, heads * head_dim]. `scale` None: head_dim ** -0.5."""
-        info, b = self.info, self.b
-        if window is not None and window >= self._max_len:
-            window = None  # never reached, and layers without a window share one group of pages
-        kv = b.kv_write(b.state(f"kv.{layer}", PagedKV(info.kv_heads, info.head_dim, window)), k, v)
-        heads = b.paged_attention(
-            q, kv, b.input("query_starts"), b.input("context_lens"), None,
-            scale=info.head_dim**-0.5 if scale is None else scale, window=window, softcap=softcap,
-        )  # fmt: skip
-        return self.op("reshape", heads, shape=("tokens", info.heads * info.head_dim))
-
     def mlp(self, x: Value, mlp: str, *, bias: bool = False, fused: bool = False) -> Value:
         """The gated feed-forward block `mlp`. `fused`: gate and up projection are the rows of gate_up_proj, in this order."""
         inter = self.info.intermediate_size
@@ -89,13 +74,21 @@ class Decoder:
         self, i: int, x: Value, rotate: Rotation, *, bias: bool = False, out_bias: bool = False, qk_norm: bool = False,
         fused: bool = False, window: int | None = None, scale: float | None = None, softcap: float | None = None,
     ) -> Value:  # fmt: skip
-        """The attention block of layer `i` on x. `qk_norm`: queries and keys are normalised per head before they are rotated."""
-        attn = f"model.layers.{i}.self_attn"
+        """The attention block of layer `i` on x, whose keys and values it stores in the layer's pages. `qk_norm`: queries and keys
+        are normalised per head before they are rotated; `scale` None: head_dim ** -0.5."""
+        info, b, attn = self.info, self.b, f"model.layers.{i}.self_attn"
         q, k, v = self.qkv(x, attn, bias=bias, fused=fused)
         q = rotate(self.norm(q, f"{attn}.q_norm") if qk_norm else q)
         k = rotate(self.norm(k, f"{attn}.k_norm") if qk_norm else k)
-        y = self.attend(i, q, k, v, window=window, scale=scale, softcap=softcap)
-        return self.linear(y, f"{attn}.o_proj", self.info.hidden_size, bias=out_bias)
+        if window is not None and window >= self._max_len:
+            window = None  # never reached, and layers without a window share one group of pages
+        kv = b.kv_write(b.state(f"kv.{i}", PagedKV(info.kv_heads, info.head_dim, window)), k, v)
+        heads = b.paged_attention(
+            q, kv, b.input("query_starts"), b.input("context_lens"), None,
+            scale=info.head_dim**-0.5 if scale is None else scale, window=window, softcap=softcap,
+        )  # fmt: skip
+        y = self.op("reshape", heads, shape=("tokens", info.heads * info.head_dim))
+        return self.linear(y, f"{attn}.o_proj", info.hidden_size, bias=out_bias)
 
     def pre_norm(self, windows: Sequence[int | None], *, mlp_bias: bool = False, fused: bool = False, **options: bool) -> Program:
         """Llama's graph: x + attention(norm(x)), then x + mlp(norm(x)), in each layer. `options` are those of `attention`."""
