@@ -189,11 +189,10 @@ def _bind(graph: PatternGraph, want: Call, call: Call, args: Sequence[Value | No
     """The match extended by want = call, or None where a value or an attribute contradicts it."""
     values, attrs = dict(match.values), dict(match.attrs)
     for mine, theirs in zip((*want.args, *want.results), (*args, *call.results), strict=True):
-        if mine is None or theirs is None:
-            if mine is theirs:
-                continue
-            if mine is None or mine.name not in graph.pattern.optional or mine not in graph.params:
-                return None
+        if mine is None and theirs is None:
+            continue
+        if mine is None or (theirs is None and not (mine.name in graph.pattern.optional and mine in graph.params)):
+            return None
         if values.setdefault(mine, theirs) is not theirs:
             return None
     for name, wanted in want.attrs.items():

@@ -147,10 +147,9 @@ class Tokenizer:
         """
         from trivium.text.chat import plain
 
-        variables = {**self.named_tokens, "documents": None, **kwargs, "tools": list(tools) if tools is not None else None}
-        return self._chat_template(template, bool(tools)).render(
-            messages, plain(variables, "template arguments") | {"add_generation_prompt": add_generation_prompt}
-        )
+        own = {"tools": None if tools is None else list(tools), "add_generation_prompt": add_generation_prompt}
+        variables = plain({**self.named_tokens, "documents": None, **kwargs, **own}, "template arguments")
+        return self._chat_template(template, bool(tools)).render(messages, variables)
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], **kwargs: Any) -> list[int]:
         """Token ids of `render_chat(messages, **kwargs)`; BOS is the template's business, so none is added."""
