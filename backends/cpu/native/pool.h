@@ -98,6 +98,7 @@ private:
   void barrier();
 
   int threads_;
+  bool spin_;
   std::vector<std::unique_ptr<Worker>> workers_;
   std::vector<std::thread> helpers_;
   size_t scratch_bytes_ = 0;
