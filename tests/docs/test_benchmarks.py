@@ -1,0 +1,30 @@
+"""The commands behind the documents' figures run and print what they promise."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+def run(name: str, *flags: str) -> str:
+    command = [sys.executable, str(BENCHMARKS / name), *flags]
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=600).stdout
+
+
+@pytest.mark.weights
+@pytest.mark.slow
+def test_the_figures_of_the_readme_can_be_printed_again():
+    table = run("figures.py", "--markdown", "--repeat", "1", "smollm2-135m").splitlines()
+    readme = (BENCHMARKS.parent / "README.md").read_text()
+    assert len(table) == 10
+    assert all(line.split("|")[1] in readme for line in table[2:])
+
+
+def test_the_hosts_time_is_printed_as_json():
+    assert json.loads(run("engine_host.py", "--json", "--steps", "5", "--batch", "1"))
