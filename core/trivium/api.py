@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import threading
 import weakref
 from collections import deque
@@ -32,7 +33,7 @@ class _Opened:
 
     def __init__(
         self,
-        model: str,
+        model: str | os.PathLike[str],
         backend: str = "auto",
         *,
         dtype: str = "auto",
@@ -60,14 +61,18 @@ class _Opened:
         run. threads and backend_options go to the backend, which refuses what it does not know. progress: bars, if standard error
         is a terminal.
         """
-        own = dict(backend_options or {}) | ({} if threads is None else {"threads": threads})
+        given: Any = backend_options or {}
+        if not isinstance(given, Mapping):
+            message = f"backend_options must be a mapping of option to value, not {backend_options!r}"
+            raise InvalidRequestError(message, param="backend_options")
+        own = dict(given) | ({} if threads is None else {"threads": threads})
         options = LoadOptions(
             dtype=dtype, quantize=quantize, kv_dtype=kv_dtype, block_size=block_size, num_kv_blocks=num_kv_blocks,
             max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, max_model_len=max_model_len,
             strict=strict, backend_options=own,
         )  # fmt: skip
         with _bar(progress) as report:
-            self.loaded = load(str(model), backend, options, progress=report)
+            self.loaded = load(os.fspath(model) if isinstance(model, os.PathLike) else model, backend, options, progress=report)
         config = EngineConfig(max_num_seqs, self.loaded.max_num_batched_tokens, enable_prefix_caching, seed)
         self.tokenizer = self.loaded.tokenizer
         self.engine = Engine(self.loaded, self.tokenizer, config)

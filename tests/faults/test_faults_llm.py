@@ -375,6 +375,23 @@ def test_o46_a_quantised_checkpoint_that_can_not_be_read_says_so(tmp_path, metho
         LLM(made, backend="cpu", progress=False)
 
 
+def test_a_checkpoint_that_says_it_is_not_quantised_loads(tmp_path):
+    with LLM(make_chat_model(tmp_path / "m", quantization_config=None), backend="cpu", progress=False) as made:
+        assert made.generate("x", GREEDY)[0].finished
+
+
+WRONG_TYPES = [
+    {"model": None}, {"model": ""}, {"model": 7}, {"backend": None}, {"backend": ""}, {"backend": 3}, {"dtype": None},
+    {"kv_dtype": None}, {"backend_options": 3},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", WRONG_TYPES, ids=str)
+def test_an_argument_of_another_type_is_refused_by_name(folder, wrong):
+    with pytest.raises(InvalidRequestError, match=next(iter(wrong))):
+        LLM(**({"model": folder, "backend": "cpu", "progress": False} | wrong))
+
+
 def test_an_async_model_may_be_collected_by_its_own_thread(folder):
     model = AsyncLLM(folder, **EXACT)
     engine, session, model.itself, gone = model.async_engine, model.loaded.session, model, weakref.ref(model)

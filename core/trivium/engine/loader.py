@@ -111,14 +111,18 @@ class Plan(NamedTuple):
 def plan(model: str, backend: str = "auto", options: LoadOptions | None = None, *, progress: bool = False) -> Plan:
     """Finds the model and the backend, traces and fuses the Program and chooses every weight's route; loads nothing."""
     options = options or LoadOptions()
+    for param, name in (("model", model), ("backend", backend)):
+        if not isinstance(name, str) or not name:
+            raise InvalidRequestError(f"{param} must be a name, not {name!r}", param=param)
     chosen, device = resolve_backend(backend)
     capabilities = capabilities_of(chosen, device)
     _check_choice("dtype", options.dtype, (*capabilities.dtypes, *_float_formats(capabilities)), capabilities)
     _check_choice("kv_dtype", options.kv_dtype, capabilities.kv_dtypes, capabilities)
     path = resolve_model(model, progress=progress)
     checkpoint = open_checkpoint(path)
-    if "quantization_config" in checkpoint.config:
-        method = checkpoint.config["quantization_config"].get("quant_method", "a method it does not name")
+    quantised = checkpoint.config.get("quantization_config")
+    if quantised is not None:
+        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
         message = f"{path} is quantised by {method}, which can't be read; take the model's unquantised files or a GGUF file"
         raise UnsupportedError(message)
     positions = describe(checkpoint.config).max_positions
@@ -195,7 +199,7 @@ def _float_formats(capabilities: Capabilities) -> list[str]:
 
 
 def _check_choice(param: str, value: str | None, possible: tuple[str, ...], capabilities: Capabilities) -> None:
-    if value not in (None, "auto", *possible):
+    if value not in ("auto", *possible):
         reason = capabilities.unsupported.get(str(value), "not possible on this backend")
         known = ", ".join(dict.fromkeys(possible))
         raise InvalidRequestError(f"{param} {value!r}: {reason}; choose from auto, {known}", param=param)
