@@ -7,6 +7,7 @@ import contextlib
 import os
 import threading
 import weakref
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -28,7 +29,7 @@ Params = SamplingParams | Sequence[SamplingParams] | None
 _Request = tuple[list[int], SamplingParams]
 
 
-class _Opened:
+class _Opened(ABC):
     """What LLM and AsyncLLM share: loading, tokens of prompts and chats, default parameters, the end."""
 
     def __init__(
@@ -61,7 +62,7 @@ class _Opened:
         run. threads and backend_options go to the backend, which refuses what it does not know. progress: bars, if standard error
         is a terminal.
         """
-        given: Any = backend_options or {}
+        given: Any = {} if backend_options is None else backend_options
         if not isinstance(given, Mapping):
             message = f"backend_options must be a mapping of option to value, not {backend_options!r}"
             raise InvalidRequestError(message, param="backend_options")
@@ -78,9 +79,9 @@ class _Opened:
         self.engine = Engine(self.loaded, self.tokenizer, config)
         self._finalizer = weakref.finalize(self, _shut, [*self._start(), self.loaded.session.close])
 
+    @abstractmethod
     def _start(self) -> list[Callable[[], None]]:
         """What must be set up once the engine stands; returns what must be closed before the session."""
-        raise NotImplementedError
 
     def close(self) -> None:
         """Gives the memory back. Nothing but close() may be called afterwards."""

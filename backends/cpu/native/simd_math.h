@@ -7,13 +7,10 @@
 
 namespace trivium::TRIVIUM_TIER {
 
-// e^x: x = n ln 2 + r with |r| <= ln 2 / 2, e^r by its Taylor series to the seventh power (error below 2^-27). Below -87.3 the result is 0,
-// above 88.7 infinity; NaN gives NaN.
-inline Vec exp(Vec x) {
-  const Vec low = set1(-87.33654f), high = set1(88.72283f);
-  const Vec clamped = min(high, max(low, x));  // in this order NaN passes through
-  const Vec n = round(clamped * set1(1.44269504f));
-  const Vec r = fma(n, set1(2.12194440e-4f), fma(n, set1(-0.693359375f), clamped));
+// e^(x - n ln 2) for n = round(x / ln 2), so that the argument is at most ln 2 / 2: its Taylor series to the seventh power (error below
+// 2^-27).
+inline Vec exp_fraction(Vec x, Vec n) {
+  const Vec r = fma(n, set1(2.12194440e-4f), fma(n, set1(-0.693359375f), x));
   Vec p = set1(1.0f / 5040);
   p = fma(p, r, set1(1.0f / 720));
   p = fma(p, r, set1(1.0f / 120));
@@ -21,7 +18,15 @@ inline Vec exp(Vec x) {
   p = fma(p, r, set1(1.0f / 6));
   p = fma(p, r, set1(0.5f));
   p = fma(p, r, set1(1.0f));
-  p = fma(p, r, set1(1.0f));
+  return fma(p, r, set1(1.0f));
+}
+
+// e^x. Below -87.3 the result is 0, above 88.7 infinity; NaN gives NaN.
+inline Vec exp(Vec x) {
+  const Vec low = set1(-87.33654f), high = set1(88.72283f);
+  const Vec clamped = min(high, max(low, x));  // in this order NaN passes through
+  const Vec n = round(clamped * set1(1.44269504f));
+  const Vec p = exp_fraction(clamped, n);
   // 2^n in two steps, since n may be 128.
   const Vec half = round(n * set1(0.5f) - set1(0.25f));
   Vec y = p * exp2_whole(half) * exp2_whole(n - half);
@@ -34,16 +39,7 @@ inline Vec exp_negative(Vec x) {
   const Vec low = set1(-87.33654f);
   const Vec clamped = max(low, x);
   const Vec n = round(clamped * set1(1.44269504f));
-  const Vec r = fma(n, set1(2.12194440e-4f), fma(n, set1(-0.693359375f), clamped));
-  Vec p = set1(1.0f / 5040);
-  p = fma(p, r, set1(1.0f / 720));
-  p = fma(p, r, set1(1.0f / 120));
-  p = fma(p, r, set1(1.0f / 24));
-  p = fma(p, r, set1(1.0f / 6));
-  p = fma(p, r, set1(0.5f));
-  p = fma(p, r, set1(1.0f));
-  p = fma(p, r, set1(1.0f));
-  return select_less(x, low, set1(0), p * exp2_whole(n));
+  return select_less(x, low, set1(0), exp_fraction(clamped, n) * exp2_whole(n));
 }
 
 // The same operations on one number, so that the bits agree with a lane of exp_negative.

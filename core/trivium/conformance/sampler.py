@@ -56,19 +56,24 @@ def used(inputs: SampleInputs) -> frozenset[str]:
 
 
 def judge_case(lab: Lab, case: Case) -> Verdict:
-    """Samples the case's logits at the end of a one-call Program."""
-    logits, inputs = case.args
+    """The backend's choice for the case's logits against the reference's."""
     able = lab.capabilities.sampling
-    lacking = [] if able is None else sorted(used(inputs) - able)
-    if lacking or len(logits) > lab.step_tokens:
+    lacking = [] if able is None else sorted(used(case.args[1]) - able)
+    if lacking or len(case.args[0]) > lab.step_tokens:
         return Verdict(f"the backend does not declare {', '.join(lacking)}" if lacking else "more rows than in a step", "skipped")
+    got, seen = draw(lab, case)
+    return _compare(got, SAMPLE(seen, case.args[1], **case.attrs))
+
+
+def draw(lab: Lab, case: Case) -> tuple[Sampled, np.ndarray[Any, np.dtype[np.float32]]]:
+    """Samples the case's logits at the end of a one-call Program; returns the logits as the backend holds them, too."""
+    logits, inputs = case.args
     dtype = "float32" if "float32" in lab.dtypes else lab.dtypes[0]
     unchanged = Case((logits,), {"factor": 1.0})
     example = make_example(OPERATORS["scale"], unchanged, dtype=dtype, page_size=lab.page_size)
     program = dataclasses.replace(example.program, vocab_size=case.attrs["vocab_size"])
     outcome = lab.run(example, program, dtype=dtype, sampling=inputs)
-    want = SAMPLE(outcome.outputs["logits"], inputs, **case.attrs)
-    return _compare(outcome.sampled, want)
+    return outcome.sampled, outcome.outputs["logits"]
 
 
 def _compare(got: Sampled, want: Sampled) -> Verdict:

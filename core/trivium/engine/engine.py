@@ -7,6 +7,7 @@ is a transition of its own and is not undone.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ from trivium.sched import Sequence as Stream
 
 if TYPE_CHECKING:
     from trivium.text import Tokenizer
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -212,8 +215,9 @@ class Engine:
         """Runs a plan; if it fails, its sequences one by one. Returns the outputs that moved."""
         try:
             return self._run(plan, began)
-        except Exception:
+        except Exception as fault:
             self.stats.failed_steps += 1
+            _log.warning("a step of %d sequences failed; they run again one by one: %s", len(plan.entries), fault, exc_info=fault)
         moved: list[Completion] = []
         for seq in [entry.seq for entry in plan.entries]:
             alone = self.scheduler.plan(only=seq) if seq in self._completions else StepPlan()
