@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-import trivium.engine.engine as engine_module
+import trivium.engine.runner as runner_module
 from engine_runs import engine_of, greedy, prompts_of, run_all
 from fake_model import Fault, continuation
 from trivium.engine import Engine, RequestOutput
@@ -42,8 +42,8 @@ def broken(engine: Engine, point: str) -> Iterator[None]:
     owner, name, value = {
         "run": (engine.model.executable, "hook", hook), "tokens": (engine.model.executable, "hook", hook),
         "nonsense": (engine.model.executable, "run", _Nonsense), "plan": (engine.scheduler, "plan", fail),
-        "admit": (engine.kv, "adopt", fail), "grow": (engine.kv, "grow", fail), "inputs": (engine_module, "build_inputs", fail),
-        "batch": (engine_module, "make_batch", fail),
+        "admit": (engine.kv, "adopt", fail), "grow": (engine.kv, "grow", fail), "inputs": (runner_module, "build_inputs", fail),
+        "batch": (runner_module, "make_batch", fail),
     }[point]  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(owner, name, value)

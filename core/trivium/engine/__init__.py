@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from trivium.engine.async_engine import AsyncEngine
-from trivium.engine.engine import Engine, EngineConfig, Stats
+from trivium.engine.config import EngineConfig
+from trivium.engine.engine import Engine
 from trivium.engine.executor import Model
 from trivium.engine.outputs import CompletionOutput, Logprob, Metrics, RequestOutput, TokenLogprobs
+from trivium.engine.runner import Stats
 
 __all__ = [
     "AsyncEngine", "CompletionOutput", "Engine", "EngineConfig", "Logprob", "Metrics", "Model", "RequestOutput", "Stats",

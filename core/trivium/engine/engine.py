@@ -10,75 +10,25 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
+from trivium.engine.config import EngineConfig
 from trivium.engine.executor import Model
-from trivium.engine.outputs import Clock, Logprob, RequestOutput, TokenLogprobs
-from trivium.engine.request import Completion, Request, Text
-from trivium.errors import BackendError, ContextLengthError, InvalidRequestError, TriviumError
-from trivium.kv import KVCache, root_key
+from trivium.engine.intake import Intake
+from trivium.engine.outputs import Logprob, RequestOutput, TokenLogprobs
+from trivium.engine.request import Completion, Request
+from trivium.engine.runner import Flight, Runner, Stats
+from trivium.errors import BackendError, TriviumError
+from trivium.kv import KVCache
 from trivium.ops import Sampled
-from trivium.ops.sample import derive_seed
-from trivium.plugin.contract import Step
-from trivium.sampling import SamplerState, SamplingParams, bad_word_ids, build_inputs, check_ids, fresh_seed
-from trivium.sched import Entry, RowMap, Scheduler, StepPlan, make_batch, sampled_rows
+from trivium.sampling import SamplingParams
+from trivium.sched import Entry, RowMap, Scheduler, StepPlan
 from trivium.sched import Sequence as Stream
 
 if TYPE_CHECKING:
     from trivium.text import Tokenizer
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class EngineConfig:
-    """max_num_seqs: sequences that run at once. max_num_batched_tokens: tokens a step; longer prompts are computed in chunks.
-    enable_prefix_caching: full pages are shared between requests (off: only within one). seed: requests without a seed get one that
-    depends on this and their number; None: on chance."""
-
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int = 2048
-    enable_prefix_caching: bool = True
-    seed: int | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_num_batched_tokens"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise InvalidRequestError(f"{name} must be an integer from 1 up, not {value!r}", param=name)
-        if self.seed is not None and type(self.seed) is not int:
-            raise InvalidRequestError(f"seed must be an integer or None, not {self.seed!r}", param="seed")
-
-
-@dataclass
-class Stats:
-    """Totals since the start. device_seconds: from run() to the return of tokens(); host_seconds: the rest of the steps' time."""
-
-    steps: int = 0
-    failed_steps: int = 0
-    computed_tokens: int = 0
-    generated_tokens: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    preemptions: int = 0
-    host_seconds: float = 0.0
-    device_seconds: float = 0.0
-
-    @property
-    def host_share(self) -> float:
-        """Part of the steps' time that the host took, 0..1."""
-        total = self.host_seconds + self.device_seconds
-        return self.host_seconds / total if total else 0.0
-
-
-class _Flight(NamedTuple):
-    """A step under way."""
-
-    plan: StepPlan
-    rows: list[RowMap]
-    step: Step
-    started: float
 
 
 class Engine:
@@ -92,7 +42,6 @@ class Engine:
         *,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.model = model
         self.tokenizer = tokenizer
         self.config = config or EngineConfig()
         self.stats = Stats()
@@ -103,6 +52,17 @@ class Engine:
         self._count = 0
         self._requests: dict[int, Request] = {}
         self._completions: dict[Stream, Completion] = {}
+        self.intake = Intake(model, tokenizer, self.config, self.scheduler.check_fits, clock)
+        self.runner = Runner(model, self.scheduler, self._completions, self.stats, clock)
+
+    @property
+    def model(self) -> Model:
+        """The model that runs."""
+        return self.runner.model
+
+    @model.setter
+    def model(self, model: Model) -> None:
+        self.runner.model = self.intake.model = model
 
     def add_request(
         self,
@@ -117,17 +77,12 @@ class Engine:
         """Takes a request and returns its id; `client_id` is only echoed. Lower priority runs first. cache_salt: prefix pages are
         shared only between equal salts. Raises InvalidRequestError, ContextLengthError, CapacityError or UnsupportedError; then
         nothing has changed."""
-        params = params or SamplingParams()
-        ids = self._check_prompt(prompt_ids)
-        capabilities = self.model.capabilities
-        params.check_supported(capabilities.sampling, self.model.backend.name, capabilities.unsupported)
-        max_tokens = self._check_length(len(ids), params.max_tokens)
-        request = self._make_request(ids, params, max_tokens, priority, cache_salt)
+        request = self.intake.request(self._count + 1, prompt_ids, params or SamplingParams(), priority, cache_salt)
         request.stream, request.client_id = stream, client_id
         self._count = request.id
         self._requests[request.id] = request
         self._completions.update((c.seq, c) for c in request.completions)
-        self.stats.prompt_tokens += len(ids)
+        self.stats.prompt_tokens += len(request.prompt_ids)
         self._start(request, 1)
         return request.id
 
@@ -164,48 +119,6 @@ class Engine:
         assert known == {*self.scheduler.running, *self.scheduler.waiting}, "a request is lost"
         assert len(self._completions) == sum(c.finish_reason is None for r in self._requests.values() for c in r.completions)
 
-    def _check_prompt(self, prompt_ids: Sequence[int]) -> list[int]:
-        ids = list(prompt_ids)
-        check_ids("prompt", ids, self.model.vocab_size)
-        if not ids and self.tokenizer.bos_id is not None:
-            return [self.tokenizer.bos_id]
-        if not ids:
-            message = "the prompt is empty and this model has no token to begin with; give at least one token"
-            raise InvalidRequestError(message, param="prompt")
-        return [int(i) for i in ids]
-
-    def _check_length(self, prompt: int, max_tokens: int | None) -> int:
-        """Tokens to make: prompt + max_tokens <= max_model_len; None becomes the room left."""
-        limit = self.model.max_model_len
-        wanted = max(limit - prompt, 1) if max_tokens is None else max_tokens
-        if prompt + wanted > limit:
-            raise ContextLengthError(
-                f"the prompt has {prompt} tokens and {wanted} more are asked for, but prompt and output together can have "
-                f"{limit}; shorten the prompt or lower max_tokens", param="prompt",
-            )  # fmt: skip
-        self.scheduler.check_fits(prompt + max(wanted - 1, 0))
-        return wanted
-
-    def _make_request(self, ids: list[int], params: SamplingParams, max_tokens: int, priority: int, salt: str) -> Request:
-        number = self._count + 1
-        owner = "" if self.config.enable_prefix_caching else str(number)
-        eos = frozenset() if params.ignore_eos else self.model.eos_ids
-        request = Request(number, ids, params, max_tokens, eos | set(params.stop_token_ids), Clock(self._clock()))
-        scored = params.prompt_logprobs is not None
-        request.prompt_logprobs.append(None)
-        root = root_key(self.model.fingerprint, "", salt, owner)
-        seed = fresh_seed() if self.config.seed is None else derive_seed(self.config.seed % 2**64, number)
-        bad_words = bad_word_ids(params.bad_words, lambda text: self.tokenizer.encode(text, add_special_tokens=False))
-        for index in range(params.n):
-            sampler = SamplerState(params, ids, self.model.eos_ids, self.model.vocab_size, seed, index=index, bad_words=bad_words)
-            seq = Stream(
-                ids, root, (priority, number, index), samples=max_tokens > 0,
-                score_end=len(ids) - 1 if scored and index == 0 else 0,
-            )  # fmt: skip
-            request.completions.append(Completion(request, seq, sampler, Text(self.tokenizer, params)))
-            request.live += 1
-        return request
-
     def _start(self, request: Request, count: int) -> None:
         for completion in request.completions[request.started : count]:
             self.scheduler.add(completion.seq)
@@ -228,63 +141,10 @@ class Engine:
         return moved
 
     def _run(self, plan: StepPlan, began: float) -> list[Completion]:
-        flight = self._launch(plan, began)
-        return self._commit(flight, *self._wait(flight), began)
+        flight = self.runner.launch(plan, began)
+        return self._commit(flight, *self.runner.wait(flight), began)
 
-    def _launch(self, plan: StepPlan, began: float) -> _Flight:
-        """Reserves pages, builds the Batch, starts it on the device. Undone if it fails."""
-        ran = False
-        try:
-            self._reserve(plan, began)
-            rows = [sampled_rows(entry) for entry in plan.entries]
-            inputs = build_inputs(self._sampler_rows(plan.entries, rows), self.model.vocab_size)
-            batch = make_batch(plan.entries, rows, self.kv, inputs)
-            started, ran = self._clock(), True
-            return _Flight(plan, rows, self.model.executable.run(batch), started)
-        except BaseException:
-            self.scheduler.roll_back(plan, ran=ran)
-            raise
-
-    def _reserve(self, plan: StepPlan, began: float) -> None:
-        for seq in plan.preempted:
-            self.scheduler.preempt(seq)
-            self.stats.preemptions += 1
-            self._completions[seq].request.clock.preempt(seq.order[2], began)
-        self.scheduler.reserve(plan)
-
-    def _wait(self, flight: _Flight) -> tuple[Sampled, list[int], float]:
-        """What the device sampled, its ids, and when. The step is undone if it fails or returns nonsense."""
-        try:
-            try:
-                sampled = flight.step.tokens()
-            finally:
-                now = self._clock()
-                self.stats.device_seconds += now - flight.started
-            return sampled, self._check_sampled(sampled, flight.rows), now
-        except BaseException:
-            self.scheduler.roll_back(flight.plan, ran=True)
-            raise
-
-    def _check_sampled(self, sampled: Sampled, rows: list[RowMap]) -> list[int]:
-        want = sum([row.scores + row.sample for row in rows])
-        ids: list[int] = sampled.ids.tolist()
-        vocab = self.model.vocab_size
-        if len(ids) != want or (want and not (min(ids) >= 0 and max(ids) < vocab)):
-            raise BackendError(f"the backend returned {ids!r} for {want} rows of a vocabulary of {vocab}")
-        return ids
-
-    def _sampler_rows(self, entries: list[Entry], rows: list[RowMap]) -> list[tuple[SamplerState, int, int]]:
-        found: list[tuple[SamplerState, int, int]] = []
-        for entry, row in zip(entries, rows):
-            seq, sampler = entry.seq, self._completions[entry.seq].sampler
-            if row.scores:
-                targets = seq.tokens(row.start + 1, row.start + 1 + row.scores).tolist()
-                found.extend((sampler, row.start + 1 + i, target) for i, target in enumerate(targets))
-            if row.sample:
-                found.append((sampler, seq.length, -1))
-        return found
-
-    def _commit(self, flight: _Flight, sampled: Sampled, ids: list[int], now: float, began: float) -> list[Completion]:
+    def _commit(self, flight: Flight, sampled: Sampled, ids: list[int], now: float, began: float) -> list[Completion]:
         at, moved = 0, list[Completion]()
         self.stats.steps += 1
         for entry, row in zip(flight.plan.entries, flight.rows):

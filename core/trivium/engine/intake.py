@@ -1,0 +1,87 @@
+"""What a request must pass before it takes memory, and what is made of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from trivium.engine.config import EngineConfig
+from trivium.engine.executor import Model
+from trivium.engine.outputs import Clock
+from trivium.engine.request import Completion, Request, Text
+from trivium.errors import ContextLengthError, InvalidRequestError
+from trivium.kv import root_key
+from trivium.ops.sample import derive_seed
+from trivium.sampling import SamplerState, SamplingParams, bad_word_ids, check_ids, fresh_seed
+from trivium.sched import Sequence as Stream
+
+if TYPE_CHECKING:
+    from trivium.text import Tokenizer
+
+
+class Intake:
+    """Checks requests and builds them. `check_fits(tokens)` raises CapacityError where a sequence could not run even alone."""
+
+    def __init__(
+        self,
+        model: Model,
+        tokenizer: Tokenizer,
+        config: EngineConfig,
+        check_fits: Callable[[int], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self.model = model
+        self._tokenizer = tokenizer
+        self._config = config
+        self._check_fits = check_fits
+        self._clock = clock
+
+    def request(self, number: int, prompt_ids: Sequence[int], params: SamplingParams, priority: int, salt: str) -> Request:
+        """The request `number`, which nobody knows yet. Raises InvalidRequestError, ContextLengthError, CapacityError or
+        UnsupportedError."""
+        ids = self._check_prompt(prompt_ids)
+        capabilities = self.model.capabilities
+        params.check_supported(capabilities.sampling, self.model.backend.name, capabilities.unsupported)
+        max_tokens = self._check_length(len(ids), params.max_tokens)
+        return self._build(number, ids, params, max_tokens, priority, salt)
+
+    def _check_prompt(self, prompt_ids: Sequence[int]) -> list[int]:
+        ids = list(prompt_ids)
+        check_ids("prompt", ids, self.model.vocab_size)
+        if not ids and self._tokenizer.bos_id is not None:
+            return [self._tokenizer.bos_id]
+        if not ids:
+            message = "the prompt is empty and this model has no token to begin with; give at least one token"
+            raise InvalidRequestError(message, param="prompt")
+        return [int(i) for i in ids]
+
+    def _check_length(self, prompt: int, max_tokens: int | None) -> int:
+        """Tokens to make: prompt + max_tokens <= max_model_len; None becomes the room left."""
+        limit = self.model.max_model_len
+        wanted = max(limit - prompt, 1) if max_tokens is None else max_tokens
+        if prompt + wanted > limit:
+            raise ContextLengthError(
+                f"the prompt has {prompt} tokens and {wanted} more are asked for, but prompt and output together can have "
+                f"{limit}; shorten the prompt or lower max_tokens", param="prompt",
+            )  # fmt: skip
+        self._check_fits(prompt + max(wanted - 1, 0))
+        return wanted
+
+    def _build(self, number: int, ids: list[int], params: SamplingParams, max_tokens: int, priority: int, salt: str) -> Request:
+        owner = "" if self._config.enable_prefix_caching else str(number)
+        eos = frozenset() if params.ignore_eos else self.model.eos_ids
+        request = Request(number, ids, params, max_tokens, eos | set(params.stop_token_ids), Clock(self._clock()))
+        scored = params.prompt_logprobs is not None
+        request.prompt_logprobs.append(None)
+        root = root_key(self.model.fingerprint, "", salt, owner)
+        seed = fresh_seed() if self._config.seed is None else derive_seed(self._config.seed % 2**64, number)
+        bad_words = bad_word_ids(params.bad_words, lambda text: self._tokenizer.encode(text, add_special_tokens=False))
+        for index in range(params.n):
+            sampler = SamplerState(params, ids, self.model.eos_ids, self.model.vocab_size, seed, index=index, bad_words=bad_words)
+            seq = Stream(
+                ids, root, (priority, number, index), samples=max_tokens > 0,
+                score_end=len(ids) - 1 if scored and index == 0 else 0,
+            )  # fmt: skip
+            request.completions.append(Completion(request, seq, sampler, Text(self._tokenizer, params)))
+            request.live += 1
+        return request
