@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trivium.errors import InvalidRequestError
+from trivium.ops import SampleInputs
 from trivium.ops.sample import derive_seed, sample
 from trivium.sampling import SamplerState, SamplingParams, build_inputs, fresh_seed
 
@@ -161,3 +162,54 @@ def test_columns_that_steps_share_follow_the_rows_and_cannot_be_written() -> Non
         assert got.position.tolist() == [at for _, at, _ in rows] and got.score_ids.tolist() == [score for _, _, score in rows]
         with pytest.raises(ValueError, match="read-only"):
             got.temperature[0] = 1
+
+
+def same_rows(got: SampleInputs, want: SampleInputs) -> None:
+    for name in SampleInputs.__slots__:
+        mine, theirs = getattr(got, name), getattr(want, name)
+        assert (mine is None) == (theirs is None) and (mine is None or np.array_equal(mine, theirs)), name
+
+
+AHEAD = (
+    {}, {"min_tokens": 3, "stop_token_ids": [5]}, {"presence_penalty": 1.0, "frequency_penalty": 0.5}, {"repetition_penalty": 1.5},
+    {"allowed_token_ids": [1, 2, 3, 4]}, {"logit_bias": {3: 1.0}, "min_tokens": 2},
+)  # fmt: skip
+
+
+@given(st.sampled_from(AHEAD), st.booleans(), ids, ids, st.lists(st.integers(0, 9), max_size=6))
+def test_states_ahead_are_as_if_the_drafts_had_been_appended(fields, words, prompt, output, drafts):
+    bad = [(3, 4), (6,), (3, 4, 8)] if words else []
+    s, unchanged = (state(SamplingParams(**fields), prompt, bad_words=bad) for _ in range(2))
+    for token in output:
+        s.append(token)
+        unchanged.append(token)
+    rows = s.ahead(drafts)
+    same_rows(build_inputs([(s, 9, -1)], V), build_inputs([(unchanged, 9, -1)], V))
+    assert len(rows) == len(drafts) + 1
+    for row, token in zip(rows, [*drafts, None], strict=True):
+        same_rows(build_inputs([(row, 9, -1)], V), build_inputs([(s, 9, -1)], V))
+        if token is not None:
+            s.append(token)
+
+
+def test_states_ahead_of_what_does_not_depend_on_the_output_are_one_object():
+    s = state(SamplingParams(top_k=4, logit_bias={1: 2.0}, min_tokens=2))
+    assert len({id(row) for row in s.ahead([1, 2, 3, 4])}) == 3
+    s.append(1)
+    s.append(2)
+    assert {id(row) for row in s.ahead([1, 2, 3, 4])} == {id(s)}
+
+
+def test_each_state_ahead_may_have_a_mask_of_its_own():
+    s = state(SamplingParams(temperature=0))
+    masks = [None, np.array([1 << 7, 0], np.uint32), np.array([0, 1], np.uint32)]
+    rows = s.ahead([4, 5], masks)
+    assert s.mask is None and [draw(row, np.arange(V)) for row in rows] == [V - 1, 7, 32]
+
+
+def test_states_ahead_end_where_a_draft_leaves_no_token():
+    s = state(SamplingParams(temperature=0, allowed_token_ids=[5, 6]), bad_words=[(5, 5), (5, 6)])
+    assert len(s.ahead([6, 5, 6])) == 2 and len(s.ahead([6, 6, 6])) == 4
+    s.append(5)
+    with pytest.raises(InvalidRequestError, match="no token is left"):
+        s.bias()

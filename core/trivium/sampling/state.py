@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,6 +20,7 @@ from trivium.sampling.params import SamplingParams
 
 Row = tuple["SamplerState", int, int]
 Pairs = tuple[I32, npt.NDArray[Any]]
+Mask = npt.NDArray[np.uint32]
 _ROW = np.dtype([
     ("temperature", "f4"), ("top_k", "i4"), ("top_p", "f4"), ("min_p", "f4"), ("seed", "u8"),
     ("repetition", "f4"), ("presence", "f4"), ("frequency", "f4"),
@@ -43,8 +45,13 @@ class _Seen:
             self.ids, self.counts = np.insert(self.ids, at, token), np.insert(self.counts, at, 0)
         self.counts[at] += 1
 
+    def copy(self) -> _Seen:
+        twin = copy.copy(self)
+        twin.counts = self.counts.copy()
+        return twin
 
-def _mask(ids: Sequence[int], vocab_size: int) -> npt.NDArray[np.uint32]:
+
+def _mask(ids: Sequence[int], vocab_size: int) -> Mask:
     """uint32[ceil(vocab/32)] with the bits of `ids`."""
     bits = np.zeros(-(-vocab_size // 32) * 32, np.uint8)
     bits[list(ids)] = 1
@@ -54,8 +61,9 @@ def _mask(ids: Sequence[int], vocab_size: int) -> npt.NDArray[np.uint32]:
 class SamplerState:
     """One sample of a request: its parameters ready for the sampler, and what depends on the tokens made so far.
 
-    `index` is the sample's number within n, `bad_words` its forbidden token sequences (see bad_word_ids). Raises
-    InvalidRequestError where no token could ever be sampled.
+    `index` is the sample's number within n, `bad_words` its forbidden token sequences (see bad_word_ids). `mask`, uint32[words] or
+    None, allows ids for the next token: it starts as allowed_token_ids, and may be replaced from step to step, never written to.
+    Raises InvalidRequestError where no token could ever be sampled.
     """
 
     def __init__(
@@ -83,7 +91,8 @@ class SamplerState:
         self._vocab_size = vocab_size
         self._bad_words = tuple(tuple(word) for word in bad_words)
         self._tail: deque[int] = deque(maxlen=max((len(word) - 1 for word in self._bad_words), default=0))
-        self._bias = _bias_arrays(params.logit_bias, ())
+        self._fixed_bias = _bias_arrays(params.logit_bias, ())
+        self._next_bias: tuple[Pairs | None] | None = None
         top_k = min(max(params.top_k, 0), vocab_size)
         row = (params.temperature, top_k, params.top_p, params.min_p, self.seed, *penalties)
         self.packed = np.array([row], _ROW).tobytes()
@@ -91,17 +100,51 @@ class SamplerState:
 
     def append(self, token: int) -> None:
         """Takes note of a token that was made."""
+        if self._moves():
+            self._next_bias = None
         self.generated += 1
         if self.seen is not None:
             self.seen.add(token)
         if self._bad_words:
             self._tail.append(token)
 
+    def ahead(self, drafts: Sequence[int], masks: Sequence[Mask | None] | None = None) -> list[SamplerState]:
+        """len(drafts) + 1 states, the j-th as if drafts[:j] had been appended; this one stays as it is. They are rows for
+        build_inputs and must not be appended to: where nothing depends on the output they are the same object. masks[j] takes
+        the place of the j-th mask. The list ends early, at a state without a next token: its error is raised when, and only
+        when, those drafts have come true."""
+        rows = [self if masks is None else self._copy()]
+        for token in drafts:
+            row = rows[-1]
+            if masks is not None or row._moves():
+                row = row._copy()
+                row.append(token)
+                try:
+                    row.bias()
+                except Exception:
+                    break
+            rows.append(row)
+        for row, mask in zip(rows, masks or ()):
+            row.mask = mask
+        return rows
+
     def bias(self) -> Pairs | None:
         """What is added to the logits of the next token: ids int32, ascending, and float32 values (-inf bans).
         Raises InvalidRequestError if that leaves no token."""
-        if self.generated >= self.params.min_tokens and not self._bad_words:
-            return self._bias
+        if self._next_bias is None:
+            self._next_bias = (self._make_bias(),)
+        return self._next_bias[0]
+
+    def _moves(self) -> bool:
+        """Whether the next token changes what is asked for the tokens behind it."""
+        return self.seen is not None or bool(self._bad_words) or self.generated < self.params.min_tokens
+
+    def _copy(self) -> SamplerState:
+        twin = copy.copy(self)
+        twin.seen, twin._tail = self.seen and self.seen.copy(), self._tail.copy()
+        return twin
+
+    def _make_bias(self) -> Pairs | None:
         tail = tuple(self._tail)
         banned = {w[-1] for w in self._bad_words if len(w) == 1 or tail[-len(w) + 1 :] == w[:-1]}
         if self.generated < self.params.min_tokens:
@@ -110,7 +153,7 @@ class SamplerState:
         if len(banned) >= self._vocab_size or (allowed is not None and banned.issuperset(allowed)):
             message = f"no token is left: min_tokens {self.params.min_tokens} and bad_words rule out every token that is allowed"
             raise InvalidRequestError(message, param="bad_words" if self._bad_words else "min_tokens")
-        return _bias_arrays(self.params.logit_bias, banned) if banned else self._bias
+        return _bias_arrays(self.params.logit_bias, banned) if banned else self._fixed_bias
 
 
 def _alternatives(asked: int | None, vocab_size: int) -> int:
@@ -138,7 +181,7 @@ def _ragged(parts: Sequence[Pairs | None], dtype: type) -> tuple[I32, I32, Any]:
     return starts, np.concatenate(ids), np.concatenate(values)
 
 
-def _masks(rows: Sequence[Row], vocab_size: int) -> npt.NDArray[np.uint32] | None:
+def _masks(rows: Sequence[Row], vocab_size: int) -> Mask | None:
     masks = [state.mask for state, _, _ in rows]
     if all(mask is None for mask in masks):
         return None
