@@ -20,6 +20,8 @@ COMMANDS = {
     "inspect": ("trivium.cli.show", "print a model's Program, before and after fusion, and its weights"),
     "explain": ("trivium.cli.show", "say which kernel runs each call of a model, and why"),
     "conformance": ("trivium.cli.judge", "judge a backend against the reference"),
+    "record": ("trivium.cli.record", "write the Program and every Batch of a run"),
+    "replay": ("trivium.cli.record", "run a recording on any backend and compare"),
     "pull": ("trivium.cli.show", "fetch a model into the cache"),
 }
 """Command -> (module with add_NAME(parser) and NAME(args) -> exit code, one line of help)."""

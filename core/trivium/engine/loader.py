@@ -66,13 +66,14 @@ class Route(NamedTuple):
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model that is ready to run on one device; what the engine needs of it."""
+    """A model that is ready to run on one device; what the engine needs of it. `traced`: the Program before fusion."""
 
     name: str
     backend: Backend
     device: Device
     capabilities: Capabilities
     session: Session
+    traced: Program
     program: Program
     executable: Executable
     kv_spec: KVSpec
@@ -80,6 +81,7 @@ class Loaded:
     vocab_size: int
     max_model_len: int
     max_num_batched_tokens: int
+    max_num_seqs: int
     eos_ids: frozenset[int]
     fingerprint: str
     tokenizer: Tokenizer
@@ -108,8 +110,11 @@ class Plan(NamedTuple):
     max_model_len: int
 
 
-def plan(model: str, backend: str = "auto", options: LoadOptions | None = None, *, progress: bool = False) -> Plan:
-    """Finds the model and the backend, traces and fuses the Program and chooses every weight's route; loads nothing."""
+def plan(
+    model: str, backend: str = "auto", options: LoadOptions | None = None, *, progress: bool = False, traced: Program | None = None
+) -> Plan:
+    """Finds the model and the backend, traces and fuses the Program and chooses every weight's route; loads nothing. `traced`: this
+    Program in place of the model file's."""
     options = options or LoadOptions()
     for param, name in (("model", model), ("backend", backend)):
         if not isinstance(name, str) or not name:
@@ -130,7 +135,7 @@ def plan(model: str, backend: str = "auto", options: LoadOptions | None = None, 
     if max_model_len > positions:
         message = f"max_model_len {max_model_len} is more than the model's {positions} positions"
         raise InvalidRequestError(message, param="max_model_len")
-    traced = build(checkpoint.config, max_model_len=max_model_len)
+    traced = traced or build(checkpoint.config, max_model_len=max_model_len)
     kernels = kernels_of(chosen, device)
     program = rewrite(traced, patterns(kernels), accept=lambda call: accepts(call, kernels))
     routes = tuple(_route(c, program, checkpoint, capabilities, options) for c in program.constants)
@@ -138,11 +143,17 @@ def plan(model: str, backend: str = "auto", options: LoadOptions | None = None, 
 
 
 def load(
-    model: str, backend: str = "auto", options: LoadOptions | None = None, *, progress: Callable[[int, int], None] | None = None
+    model: str,
+    backend: str = "auto",
+    options: LoadOptions | None = None,
+    *,
+    progress: Callable[[int, int], None] | None = None,
+    traced: Program | None = None,
 ) -> Loaded:
-    """Loads a model. `progress(done, total)` is told bytes of weights. Raises a TriviumError that says what to change."""
+    """Loads a model. `progress(done, total)` is told bytes of weights; `traced`: as for plan(). Raises a TriviumError that says
+    what to change."""
     options = options or LoadOptions()
-    p = plan(model, backend, options, progress=progress is not None)
+    p = plan(model, backend, options, progress=progress is not None, traced=traced)
     tokenizer = Tokenizer.from_data(p.checkpoint.tokenizer_data())
     tokens = _step_tokens(p.capabilities, options.max_num_batched_tokens)
     given = _backend_options(p, options, tokens)
@@ -169,9 +180,10 @@ def _load_into(
     program = replace(p.program, vocab_size=vocab_size)
     executable = expect(Executable, session.compile(program, weights), f"backend {p.backend.name!r}: compile()")
     return Loaded(
-        name=model, backend=p.backend, device=p.device, capabilities=p.capabilities, session=session, program=program,
-        executable=executable, kv_spec=spec, num_pages=pages, vocab_size=vocab_size,
-        max_model_len=max_model_len, max_num_batched_tokens=tokens, eos_ids=_eos_ids(p.checkpoint, tokenizer),
+        name=model, backend=p.backend, device=p.device, capabilities=p.capabilities, session=session, traced=p.traced,
+        program=program, executable=executable, kv_spec=spec, num_pages=pages, vocab_size=vocab_size,
+        max_model_len=max_model_len, max_num_batched_tokens=tokens, max_num_seqs=options.max_num_seqs,
+        eos_ids=_eos_ids(p.checkpoint, tokenizer),
         fingerprint=p.checkpoint.fingerprint, tokenizer=tokenizer, generation_config=p.checkpoint.generation_config,
         routes=tuple(Route(c.value.name, w.format, f.name, exact, w.nbytes) for c, w, f, exact in p.routes if w is not None),
     )  # fmt: skip
