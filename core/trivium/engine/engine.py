@@ -1,8 +1,12 @@
 """The engine: takes requests, runs steps as transactions, hands out what they made.
 
-A step: plan (changes nothing), reserve pages and build the Batch, run, commit. Whatever fails before the commit is undone, then the
-sequences of that step run one by one, once: those that fail again end with finish_reason "error", the others go on. A preemption
-is a transition of its own and is not undone.
+A step: plan (changes nothing), reserve pages and build the Batch, run, settle (tokens and pages), commit (texts and ends). Whatever
+fails before the tokens are there is undone, then the sequences of that step run one by one, once: those that fail again end with
+finish_reason "error", the others go on. A preemption is a transition of its own and is not undone.
+
+Where run() returns early, the next step is planned and prepared while this one runs, for the sequences as they will be then, and
+started once this one is settled; all the rest of this one is done while it runs. Rows of sequences that have ended in between are
+ignored: their pages can be handed out at once, as whatever writes to them next comes later on the device.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ from trivium.engine.executor import Model
 from trivium.engine.intake import Intake
 from trivium.engine.outputs import Logprob, RequestOutput, TokenLogprobs
 from trivium.engine.request import Completion, Request
-from trivium.engine.runner import Flight, Runner, Stats
+from trivium.engine.runner import Flight, Landed, Runner, Stats
 from trivium.errors import BackendError, TriviumError
 from trivium.kv import KVCache
 from trivium.ops import Sampled
@@ -52,6 +56,7 @@ class Engine:
         self._count = 0
         self._requests: dict[int, Request] = {}
         self._completions: dict[Stream, Completion] = {}
+        self._flight: Flight | None = None
         self.intake = Intake(model, tokenizer, self.config, self.scheduler.check_fits, clock)
         self.runner = Runner(model, self.scheduler, self._completions, self.stats, clock)
 
@@ -88,17 +93,23 @@ class Engine:
 
     def has_unfinished(self) -> bool:
         """Whether step() has anything to do."""
-        return bool(self._requests)
+        return bool(self._requests) or self._flight is not None
 
     def step(self) -> list[RequestOutput]:
         """Runs one step and returns the news of the requests that have any, oldest first."""
         began, device = self._clock(), self.stats.device_seconds
-        plan = self.scheduler.plan()
-        if not plan.entries:
-            assert not self._requests, "requests are unfinished and none of them can run"
-            return []
-        outputs = self._report(self._attempt(plan, began))
-        self.stats.host_seconds += self._clock() - began - (self.stats.device_seconds - device)
+        flight, self._flight = self._flight, None
+        if flight is None:
+            plan = self.scheduler.plan()
+            if not plan.entries:
+                assert not self._requests, "requests are unfinished and none of them can run"
+                return []
+            flight = self.runner.launch(self.runner.prepare(plan, began))
+        else:
+            flight.started = began
+        outputs = self._report(self._run(flight))
+        now = self._clock() if self._flight is None else self.runner.charge(self._flight)
+        self.stats.host_seconds += now - began - (self.stats.device_seconds - device)
         return outputs
 
     def abort(self, request_id: int) -> RequestOutput | None:
@@ -124,62 +135,94 @@ class Engine:
             self.scheduler.add(completion.seq)
             request.started += 1
 
-    def _attempt(self, plan: StepPlan, began: float) -> list[Completion]:
-        """Runs a plan; if it fails, its sequences one by one. Returns the outputs that moved."""
+    def _run(self, flight: Flight) -> list[Completion]:
+        """Ends a step; if it fails, its sequences run one by one. Returns the outputs that moved."""
+        following = self._prepare_after(flight) if self.model.capabilities.asynchronous else None
         try:
-            return self._run(plan, began)
+            landed = self._wait(flight, following)
         except Exception as fault:
             self.stats.failed_steps += 1
-            _log.warning("a step of %d sequences failed; they run again one by one: %s", len(plan.entries), fault, exc_info=fault)
-        moved: list[Completion] = []
-        for seq in [entry.seq for entry in plan.entries]:
-            alone = self.scheduler.plan(only=seq) if seq in self._completions else StepPlan()
-            try:
-                moved += self._run(alone, began) if alone.entries else []
-            except Exception as fault:
-                moved += self._end(self._completions[seq].request, "error", _typed(fault))
-        return moved
+            count = len(flight.plan.entries)
+            _log.warning("a step of %d sequences failed; they run again one by one: %s", count, fault, exc_info=fault)
+            return [completion for entry in flight.plan.entries for completion in self._run_alone(entry.seq, flight.began)]
+        moved = self._settle(flight, landed)
+        if following is not None:
+            self._flight = self.runner.launch(following)
+        return moved + self._commit(flight, landed)
 
-    def _run(self, plan: StepPlan, began: float) -> list[Completion]:
-        flight = self.runner.launch(plan, began)
-        return self._commit(flight, *self.runner.wait(flight), began)
+    def _run_alone(self, seq: Stream, began: float) -> list[Completion]:
+        plan = self.scheduler.plan(only=seq) if seq in self._completions else StepPlan()
+        if not plan.entries:
+            return []
+        flight = self.runner.launch(self.runner.prepare(plan, began))
+        try:
+            landed = self._wait(flight)
+        except Exception as fault:
+            return self._end(self._completions[seq].request, "error", self._typed(fault))
+        return self._settle(flight, landed) + self._commit(flight, landed)
 
-    def _commit(self, flight: Flight, sampled: Sampled, ids: list[int], now: float, began: float) -> list[Completion]:
+    def _wait(self, flight: Flight, following: Flight | None = None) -> Landed:
+        try:
+            return self.runner.wait(flight)
+        except BaseException:
+            if following is not None:
+                self.runner.undo(following)
+            self.runner.undo(flight)
+            raise
+
+    def _prepare_after(self, flight: Flight) -> Flight | None:
+        with self.scheduler.landed(flight.plan):
+            plan = self.scheduler.plan_ahead()
+            return None if plan is None else self.runner.prepare(plan, self._clock())
+
+    def _settle(self, flight: Flight, landed: Landed) -> list[Completion]:
+        """What the next step builds on: tokens and pages. Returns the outputs that a fault has ended."""
         at, moved = 0, list[Completion]()
         self.stats.steps += 1
-        for entry, row in zip(flight.plan.entries, flight.rows):
-            completion = self._completions.get(entry.seq)
+        for completion, entry, row in zip(flight.completions, flight.plan.entries, flight.rows):
+            at += row.scores + row.sample
+            if completion.finish_reason is not None:
+                continue  # ended while the step was under way
             try:
-                if completion is not None:
-                    self._commit_entry(completion, entry, row, sampled, ids, at, now, began)
+                if row.sample:
+                    completion.grow(landed.ids[at - 1])
+                    self.stats.generated_tokens += 1
+                entry.seq.scored += row.scores
+                self.kv.advance(entry.seq, entry.tokens)
+                self.stats.computed_tokens += entry.tokens
+            except Exception as fault:
+                moved += self._end(completion.request, "error", self._typed(fault))
+        return moved
+
+    def _commit(self, flight: Flight, landed: Landed) -> list[Completion]:
+        """What clients see of a step, and what that ends. Returns the outputs that moved."""
+        at, moved = 0, list[Completion]()
+        for completion, entry, row in zip(flight.completions, flight.plan.entries, flight.rows):
+            try:
+                if completion.finish_reason is None:
+                    self._commit_entry(completion, entry, row, landed, at, flight.began)
                     if row.sample or completion.finish_reason:
                         moved.append(completion)
             except Exception as fault:
-                moved += self._end(completion.request, "error", _typed(fault)) if completion else []
+                moved += self._end(completion.request, "error", self._typed(fault))
             at += row.scores + row.sample
         return moved
 
-    def _commit_entry(
-        self, completion: Completion, entry: Entry, row: RowMap, sampled: Sampled, ids: list[int], at: int, now: float, began: float
-    ) -> None:
+    def _commit_entry(self, completion: Completion, entry: Entry, row: RowMap, landed: Landed, at: int, began: float) -> None:
         seq, request = entry.seq, completion.request
-        complete = entry.start + entry.tokens == seq.length
+        complete = row.sample or seq.computed == seq.length
         if entry.hit is not None:
             request.clock.schedule(completion.index, began, entry.start)
             self.stats.cached_tokens += entry.start
-        for _ in range(row.scores):
-            request.prompt_logprobs.append(self._logprobs(sampled, at, completion.sampler.prompt_logprobs))
-            seq.scored += 1
-            at += 1
+        for i in range(at, at + row.scores):
+            request.prompt_logprobs.append(self._logprobs(landed.sampled, i, completion.sampler.prompt_logprobs))
+        at += row.scores
         if row.sample:
-            completion.accept(ids[at], self._logprobs(sampled, at, completion.sampler.logprobs), now)
-            self.stats.generated_tokens += 1
+            completion.accept(landed.ids[at], self._logprobs(landed.sampled, at, completion.sampler.logprobs), landed.now)
         elif complete:
             completion.finish("length")
-        self.kv.advance(seq, entry.tokens)
-        self.stats.computed_tokens += entry.tokens
         if complete and request.clock.prefill_done is None:
-            request.clock.prefill_done = now
+            request.clock.prefill_done = landed.now
             self._start(request, len(request.completions))
         if completion.finish_reason is not None:
             self._retire(completion)
@@ -211,7 +254,7 @@ class Engine:
                 completion.finish(reason)
             except Exception as second:
                 completion.finish("error")
-                request.error = _typed(second)
+                request.error = self._typed(second)
             self._retire(completion)
         return live
 
@@ -232,10 +275,9 @@ class Engine:
             self.kv.check_idle()
         return outputs
 
-
-def _typed(fault: Exception) -> TriviumError:
-    if isinstance(fault, TriviumError):
-        return fault
-    error = BackendError(f"a step failed: {type(fault).__name__}: {fault}")
-    error.__cause__ = fault
-    return error
+    def _typed(self, fault: Exception) -> TriviumError:
+        if isinstance(fault, TriviumError):
+            return fault
+        error = BackendError(f"backend {self.model.backend.name!r}: a step failed: {type(fault).__name__}: {fault}")
+        error.__cause__ = fault
+        return error

@@ -79,7 +79,7 @@ class Intake:
         for index in range(params.n):
             sampler = SamplerState(params, ids, self.model.eos_ids, self.model.vocab_size, seed, index=index, bad_words=bad_words)
             seq = Stream(
-                ids, root, (priority, number, index), samples=max_tokens > 0,
+                ids, root, (priority, number, index), limit=len(ids) + max_tokens,
                 score_end=len(ids) - 1 if scored and index == 0 else 0,
             )  # fmt: skip
             request.completions.append(Completion(request, seq, sampler, Text(self._tokenizer, params)))

@@ -54,17 +54,23 @@ class Completion:
         self.logprobs: list[TokenLogprobs] | None = None if sampler.logprobs < 0 else []
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
+        self.over = False
+        """No token will follow those that grow() has taken."""
         self._text = text
         self._logprob_sum = 0.0
         self._last_token: float | None = None
         self._sent = (0, 0)
 
-    def accept(self, token: int, logprobs: TokenLogprobs | None, now: float) -> None:
-        """Takes the token that was made at `now` and ends the output where a rule says so. An end token's own text is shown only
-        with include_stop_str_in_output; a stop string must lie behind the first min_tokens tokens."""
-        params = self.request.params
+    def grow(self, token: int) -> None:
+        """Takes a token as far as the next step needs it."""
         self.seq.append(token)
         self.sampler.append(token)
+        self.over = self.seq.length == self.seq.limit or self._is_end(token, self.sampler.generated)
+
+    def accept(self, token: int, logprobs: TokenLogprobs | None, now: float) -> None:
+        """Shows a token that grow() took and that was made at `now`, and ends the output where a rule says so. An end token's own
+        text is shown only with include_stop_str_in_output; a stop string must lie behind the first min_tokens tokens."""
+        params = self.request.params
         self.token_ids.append(token)
         if self.logprobs is not None and logprobs is not None:
             self.logprobs.append(logprobs)
@@ -72,7 +78,7 @@ class Completion:
         self.request.clock.token(now, self._last_token)
         self._last_token = now
         watch = len(self.token_ids) > params.min_tokens
-        ends = watch and token in self.request.end_ids
+        ends = self._is_end(token, len(self.token_ids))
         if not ends or params.include_stop_str_in_output:
             self._text.push(token, watch=watch)
         if self._text.matched is not None:
@@ -83,13 +89,16 @@ class Completion:
         elif len(self.token_ids) >= self.request.max_tokens:
             self.finish("length")
 
+    def _is_end(self, token: int, made: int) -> bool:
+        return made > self.request.params.min_tokens and token in self.request.end_ids
+
     def finish(self, reason: str) -> None:
         """Ends the output; text that was held back comes out, and may still complete a stop string."""
         if self._text.matched is None and reason != "error":
             self._text.finish(watch=len(self.token_ids) > self.request.params.min_tokens)
         if self._text.matched is not None and reason in ("stop", "length"):
             reason, self.stop_reason = "stop", self._text.matched
-        self.finish_reason = reason
+        self.finish_reason, self.over = reason, True
 
     def output(self) -> CompletionOutput:
         """What is there: for a streaming request, since the last call."""

@@ -1,24 +1,27 @@
-"""One step on the device: a plan's pages reserved, its Batch built, run and waited for; undone if any of that fails."""
+"""One step on the device: a plan's pages reserved, its Batch built, run and waited for, or undone."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from trivium.engine.executor import Model
 from trivium.engine.request import Completion
 from trivium.errors import BackendError
-from trivium.ops import Sampled
+from trivium.ops import Batch, Sampled
 from trivium.plugin.contract import Step
 from trivium.sampling import SamplerState, build_inputs
-from trivium.sched import Entry, RowMap, Scheduler, StepPlan, make_batch, sampled_rows
+from trivium.sched import RowMap, Scheduler, StepPlan, make_batch, sampled_rows
 from trivium.sched import Sequence as Stream
+
+_NO_ROWS = build_inputs([], 1)
 
 
 @dataclass
 class Stats:
-    """Totals since the start. device_seconds: from run() to the return of tokens(); host_seconds: the rest of the steps' time."""
+    """Totals since the start. device_seconds: from run() to the return of tokens(); host_seconds: the rest of the steps' time, in
+    which the device has nothing to do."""
 
     steps: int = 0
     failed_steps: int = 0
@@ -37,13 +40,29 @@ class Stats:
         return self.host_seconds / total if total else 0.0
 
 
-class Flight(NamedTuple):
-    """A step under way."""
+@dataclass
+class Flight:
+    """A step on its way, planned at `began` and on the device since `started`. batch: its arrays, made before the tokens that the
+    step before it gives are known: those belong to `holes`, indices of entries. fault: why there is nothing to wait for."""
 
     plan: StepPlan
-    rows: list[RowMap]
-    step: Step
-    started: float
+    began: float
+    completions: list[Completion] = field(default_factory=list)
+    rows: list[RowMap] = field(default_factory=list)
+    holes: list[int] = field(default_factory=list)
+    batch: Batch | None = None
+    step: Step | None = None
+    started: float = 0.0
+    ran: bool = False
+    fault: BaseException | None = None
+
+
+class Landed(NamedTuple):
+    """What a step gave: what was sampled, its ids, and when."""
+
+    sampled: Sampled
+    ids: list[int]
+    now: float
 
 
 class Runner:
@@ -63,19 +82,56 @@ class Runner:
         self._stats = stats
         self._clock = clock
 
-    def launch(self, plan: StepPlan, began: float) -> Flight:
-        """Reserves pages, builds the Batch, starts it on the device. Undone if it fails."""
-        ran = False
+    def prepare(self, plan: StepPlan, began: float) -> Flight:
+        """Reserves pages and builds the arrays as far as tokens are known. A fault, here and in launch(), is raised by wait()."""
+        flight = Flight(plan, began)
         try:
             self._reserve(plan, began)
-            rows = [sampled_rows(entry) for entry in plan.entries]
-            inputs = build_inputs(self._sampler_rows(plan.entries, rows), self.model.vocab_size)
-            batch = make_batch(plan.entries, rows, self._scheduler.kv, inputs)
-            started, ran = self._clock(), True
-            return Flight(plan, rows, self.model.executable.run(batch), started)
-        except BaseException:
-            self._scheduler.roll_back(plan, ran=ran)
-            raise
+            flight.completions = [self._completions[entry.seq] for entry in plan.entries]
+            flight.rows = [sampled_rows(entry) for entry in plan.entries]
+            flight.holes = [i for i, entry in enumerate(plan.entries) if entry.seq.due]
+            flight.batch = make_batch(plan.entries, flight.rows, self._scheduler.kv, _NO_ROWS)
+        except BaseException as fault:
+            flight.fault = fault
+        return flight
+
+    def launch(self, flight: Flight) -> Flight:
+        """Puts in the tokens that were missing and starts the step on the device."""
+        if flight.batch is None:
+            return flight
+        try:
+            tokens, ends = flight.batch.token_ids, flight.batch.query_starts
+            for i in flight.holes:
+                tokens[ends[i + 1] - 1] = flight.plan.entries[i].seq.last
+            inputs = build_inputs(_sampler_rows(flight), self.model.vocab_size)
+            batch = replace(flight.batch, sampling=inputs)
+            flight.started, flight.ran = self._clock(), True
+            flight.step = self.model.executable.run(batch)
+        except BaseException as fault:
+            flight.fault = fault
+        return flight
+
+    def wait(self, flight: Flight) -> Landed:
+        """What the device sampled. If this raises, or the engine can't use it, the flight is to be undone."""
+        if flight.fault is not None:
+            raise flight.fault
+        assert flight.step is not None
+        try:
+            sampled = flight.step.tokens()
+        finally:
+            now = self.charge(flight)
+        return Landed(sampled, self._check_sampled(sampled, flight.rows), now)
+
+    def charge(self, flight: Flight) -> float:
+        """Counts the device's time up to now, which is returned."""
+        now = self._clock()
+        self._stats.device_seconds += now - flight.started
+        flight.started = now
+        return now
+
+    def undo(self, flight: Flight) -> None:
+        """Everything but preemptions as it was before prepare(); a later flight must have been undone."""
+        self._scheduler.roll_back(flight.plan, ran=flight.ran)
 
     def _reserve(self, plan: StepPlan, began: float) -> None:
         for seq in plan.preempted:
@@ -83,19 +139,6 @@ class Runner:
             self._stats.preemptions += 1
             self._completions[seq].request.clock.preempt(seq.order[2], began)
         self._scheduler.reserve(plan)
-
-    def wait(self, flight: Flight) -> tuple[Sampled, list[int], float]:
-        """What the device sampled, its ids, and when. The step is undone if it fails or returns nonsense."""
-        try:
-            try:
-                sampled = flight.step.tokens()
-            finally:
-                now = self._clock()
-                self._stats.device_seconds += now - flight.started
-            return sampled, self._check_sampled(sampled, flight.rows), now
-        except BaseException:
-            self._scheduler.roll_back(flight.plan, ran=True)
-            raise
 
     def _check_sampled(self, sampled: Sampled, rows: list[RowMap]) -> list[int]:
         want = sum([row.scores + row.sample for row in rows])
@@ -105,13 +148,14 @@ class Runner:
             raise BackendError(f"the backend returned {ids!r} for {want} rows of a vocabulary of {vocab}")
         return ids
 
-    def _sampler_rows(self, entries: list[Entry], rows: list[RowMap]) -> list[tuple[SamplerState, int, int]]:
-        found: list[tuple[SamplerState, int, int]] = []
-        for entry, row in zip(entries, rows):
-            seq, sampler = entry.seq, self._completions[entry.seq].sampler
-            if row.scores:
-                targets = seq.tokens(row.start + 1, row.start + 1 + row.scores).tolist()
-                found.extend((sampler, row.start + 1 + i, target) for i, target in enumerate(targets))
-            if row.sample:
-                found.append((sampler, seq.length, -1))
-        return found
+
+def _sampler_rows(flight: Flight) -> list[tuple[SamplerState, int, int]]:
+    found: list[tuple[SamplerState, int, int]] = []
+    for completion, row in zip(flight.completions, flight.rows):
+        seq, sampler = completion.seq, completion.sampler
+        if row.scores:
+            targets = seq.tokens(row.start + 1, row.start + 1 + row.scores).tolist()
+            found.extend((sampler, row.start + 1 + i, target) for i, target in enumerate(targets))
+        if row.sample:
+            found.append((sampler, seq.length, 0 if completion.over else -1))  # what has ended is not to be sampled
+    return found

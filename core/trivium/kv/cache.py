@@ -42,9 +42,19 @@ class Stream:
         """int32 copy of tokens start..stop."""
         return self._tokens[start:stop]
 
+    @property
+    def last(self) -> int:
+        """The last token."""
+        return self._tokens[-1]
+
     def append(self, token: int) -> None:
         self._tokens.append(token)
         self.length += 1
+
+    def pop(self) -> None:
+        """Takes the last token back, which must not be in the cache."""
+        self._tokens.pop()
+        self.length -= 1
 
 
 class Hit(NamedTuple):

@@ -25,7 +25,7 @@ def sampled_rows(entry: Entry) -> RowMap:
     """The rows an entry wants, in ascending order of position: first those to score, then the one to sample."""
     seq, end = entry.seq, entry.start + entry.tokens
     first = max(entry.start, seq.scored)
-    return RowMap(first, max(min(end, seq.score_end) - first, 0), seq.samples and end == seq.length)
+    return RowMap(first, max(min(end, seq.score_end) - first, 0), end == seq.length < seq.limit)
 
 
 def make_batch(entries: Seq[Entry], rows: Seq[RowMap], kv: KVCache, sampling: SampleInputs) -> Batch:

@@ -7,8 +7,11 @@ everything that arrived after it.
 
 from __future__ import annotations
 
+import sys
 from bisect import bisect_left, insort
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from operator import attrgetter
@@ -25,16 +28,18 @@ class Sequence(Stream):
     """One token stream under the scheduler. order: (priority, arrival, index within the request), unique.
 
     score_end: rows 0..score_end-1 are wanted for the logprobs of the next prompt token; scored: how many of them are done.
-    samples: a token is drawn once all known ones are computed (False: the prompt is only scored).
+    limit: length at which it ends at the latest; up to it, a token is drawn once all known ones are computed. due: its last token
+    stands for one that the device has still to give (see Scheduler.landed).
     """
 
-    def __init__(self, tokens: Seq[int], root: bytes, order: Order, *, score_end: int = 0, samples: bool = True) -> None:
+    def __init__(self, tokens: Seq[int], root: bytes, order: Order, *, score_end: int = 0, limit: int = sys.maxsize) -> None:
         super().__init__(tokens, root)
         self.order = order
         self.score_end = score_end
         self.scored = 0
-        self.samples = samples
+        self.limit = limit
         self.running = False
+        self.due = False
 
     @property
     def reusable(self) -> int:
@@ -96,6 +101,30 @@ class Scheduler:
             return _Planner(self).plan(self.running, self.waiting)
         return _Planner(self).plan([only] if only.running else [], [] if only.running else [only])
 
+    def plan_ahead(self) -> StepPlan | None:
+        """The next step inside landed(); None if there is nothing to do or somebody would lose pages: that is decided on facts."""
+        plan = self.plan()
+        return plan if plan.entries and not plan.preempted else None
+
+    @contextmanager
+    def landed(self, plan: StepPlan) -> Iterator[None]:
+        """Inside, the sequences of a step that is under way look as they will when it has been computed; tokens that it will give
+        are 0 as yet."""
+        flying = [entry for entry in plan.entries if entry.seq.running]
+        for seq, start, tokens, _ in flying:
+            seq.computed += tokens
+            if start + tokens == seq.length and seq.length + 1 < seq.limit:
+                seq.append(0)
+                seq.due = True
+        try:
+            yield
+        finally:
+            for seq, _, tokens, _ in flying:
+                seq.computed -= tokens
+                if seq.due:
+                    seq.pop()
+                    seq.due = False
+
     def reserve(self, plan: StepPlan) -> None:
         """Admits and reserves what the plan needs, once its preempted sequences are: see preempt(). What it did is undone by
         roll_back()."""
@@ -107,9 +136,12 @@ class Scheduler:
             self.kv.grow(entry.seq, entry.start + entry.tokens)
 
     def roll_back(self, plan: StepPlan, *, ran: bool) -> None:
-        """Undoes reserve(), also one that failed halfway. `ran`: the pages written in this step may hold anything by now."""
+        """Undoes reserve(), also one that failed halfway, for all that have not ended. `ran`: the pages written in this step may
+        hold anything by now."""
         for entry, blocks in reversed(plan.undo):
             seq = entry.seq
+            if not seq.running:
+                continue
             if entry.hit is not None:
                 self.preempt(seq)
             elif blocks < 0:
@@ -178,6 +210,8 @@ class _Planner:
         return self.draft
 
     def _continue(self, seq: Sequence) -> None:
+        if not seq.pending:
+            return  # its end is under way
         decode = seq.pending == 1
         count = 1 if decode else self._chunk(seq, seq.computed, self.rows + 1)
         room = self._room(seq)
