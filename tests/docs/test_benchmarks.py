@@ -28,3 +28,10 @@ def test_the_figures_of_the_readme_can_be_printed_again():
 
 def test_the_hosts_time_is_printed_as_json():
     assert json.loads(run("engine_host.py", "--json", "--steps", "5", "--batch", "1"))
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_a_short_soak_ends_with_nothing_lost(backend: str):
+    report = json.loads(run("soak_engine.py", "--json", "--requests", "60", "--backend", backend))
+    assert report["completed"] == report["requests"] == 120
+    assert report["mismatches"] == report["leaked_blocks"] == report["invariant_failures"] == 0
