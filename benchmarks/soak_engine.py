@@ -209,12 +209,17 @@ def measure(
     wrong = [i for i, result in crowd.results.items() if not matches(result, want[i])]
     for i in wrong[:3]:
         print(f"request {i}: {jobs[i]}\n  together {crowd.results[i]}\n  alone    {want[i]}", file=sys.stderr)
+    stats, pool = engine.stats, engine.kv.pool
+    counters = ("steps", "failed_steps", "preemptions", "cached_tokens")
     return {
-        "completed": len(crowd.results), "mismatches": len(wrong), "leaked_blocks": engine.kv.pool.pages - engine.kv.pool.available,
-        "invariant_failures": crowd.invariant_failures, "seconds": round(seconds, 1), "steps": engine.stats.steps,
-        "preemptions": engine.stats.preemptions, "cached_tokens": engine.stats.cached_tokens, "failed_steps": engine.stats.failed_steps,
+        "completed": len(crowd.results),
+        "mismatches": len(wrong),
+        "leaked_blocks": pool.pages - pool.available,
+        "invariant_failures": crowd.invariant_failures,
+        "seconds": round(seconds, 1),
+        **{name: getattr(stats, name) for name in counters},
         "finish_reasons": dict(Counter(reason for result in crowd.results.values() for _, _, reason in result)),
-    }  # fmt: skip
+    }
 
 
 def open_engine(loaded: Loaded, config: EngineConfig, adapters: dict[str, Path]) -> Engine:
