@@ -1,9 +1,9 @@
 """Thousands of random requests through a tiny model whose cache is too small for them: what must hold, counted.
 
-Requests differ in length, sampling, grammar, adapter, priority, tenant, n and stops; some are aborted at a random step. Every one must
-end, with the ids it has when it runs alone (an aborted one, or one that a fault has hit twice, with a prefix of them); no page may
-be lost and the invariants must hold whenever they are looked at. The whole run is done twice, the second time with a fault in one
-of fifty runs of the device: raised before it, after it, or as nonsense for an answer.
+Requests differ in length, sampling, grammar, adapter, priority, tenant, n and stops; some are aborted at a random step. Every one
+must end, with the ids it has when it runs alone (an aborted one, or one that a fault has hit twice, with a prefix of them); no page
+may be lost and the invariants must hold whenever they are looked at. The whole run is done twice, the second time with a fault in
+one of fifty runs of the device: raised before it, after it, or as nonsense for an answer.
 
     python benchmarks/soak_engine.py --requests 10000 [--json] [--backend cpu] [--seed 0] [--speculative METHOD]
 """
