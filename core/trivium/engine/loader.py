@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -199,11 +200,23 @@ def _step_tokens(capabilities: Capabilities, asked: int | None) -> int:
 
 
 def _backend_options(p: Plan, options: LoadOptions, tokens: int) -> dict[str, Any]:
-    activations = options.dtype if options.dtype in p.capabilities.dtypes else p.capabilities.dtypes[0]
-    return {
+    can = p.capabilities
+    activations = options.dtype if options.dtype in can.dtypes else can.dtypes[0]
+    given = {
         "dtype": activations, "max_batched_tokens": tokens, "max_seqs": options.max_num_seqs,
-        "max_model_len": p.max_model_len, "strict": options.strict, **options.backend_options,
+        "max_model_len": p.max_model_len, "strict": options.strict,
     }  # fmt: skip
+    if can.graph_capture and p.backend.api_version >= 2:
+        given["graph_sizes"] = _graph_sizes(can, len(p.program.states), min(options.max_num_seqs, tokens))
+    return given | dict(options.backend_options)
+
+
+def _graph_sizes(capabilities: Capabilities, layers: int, largest: int) -> tuple[int, ...]:
+    """Batch sizes to capture: powers of two and the largest, thinned out evenly to what the backend can pay for."""
+    sizes = [*itertools.takewhile(lambda n: n < largest, (1 << i for i in itertools.count())), largest]
+    count = min(len(sizes), capabilities.max_graphs // max(capabilities.graph_cost(layers), 1))
+    gaps = max(count - 1, 1)
+    return tuple(sizes[len(sizes) - 1 - i * (len(sizes) - 1) // gaps] for i in reversed(range(count)))
 
 
 def _float_formats(capabilities: Capabilities) -> list[str]:

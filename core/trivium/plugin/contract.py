@@ -19,8 +19,9 @@ import numpy.typing as npt
 from trivium.errors import UnsupportedError
 from trivium.ops import Batch, Call, Group, KVSpec, Operator, Pattern, Program, Sampled, Weight
 
-API_VERSION = 1
-"""The version of this file. The host accepts plugins written for API_VERSION and API_VERSION - 1."""
+API_VERSION = 2
+"""The version of this file. The host accepts plugins written for API_VERSION and, with a DeprecationWarning, API_VERSION - 1.
+2: Batch has adapters and pool_rows, a Program may have the output "hidden", asynchronous, graph_cost and option "graph_sizes"."""
 
 Tensor = Any
 """A backend's own tensor type: the core passes such objects around and never looks inside."""
@@ -76,7 +77,12 @@ class Capabilities:
     """run() returns before the step is done: the next step is then planned and its arrays built meanwhile. Whatever the session is
     asked for afterwards must take effect after the step, as steps do among themselves."""
     graph_capture: bool = False
+    """Steps of one token a sequence are captured for the batch sizes in open()'s option "graph_sizes", ascending. Sizes between are
+    padded up to the next; a larger step, and a size whose capture fails (with a warning), runs eagerly. The output is the same."""
     max_graphs: int = 0
+    """What the device has for captures, in units of its own; by default, the number of batch sizes."""
+    graph_cost: Callable[[int], int] = lambda layers: 1
+    """Units that one captured batch size takes for a Program with so many states (one a layer)."""
     collectives: bool = False
     threads: int = 0
     """Host threads the device will use and why (`details` of the Device says); 0: not a host device."""
@@ -243,7 +249,7 @@ class Backend(ABC):
     @abstractmethod
     def open(self, device: Device, options: Mapping[str, Any]) -> Session:
         """Opens a device. `options`: "dtype" (activations), "max_batched_tokens", "max_seqs", "max_model_len", "strict" (refuse
-        operators without a kernel), and what the user passed for this backend; an unknown one is an InvalidRequestError."""
+        operators without a kernel), with graph_capture "graph_sizes", and what the user passed for this backend; an unknown one is an InvalidRequestError."""
 
 
 __all__ = [

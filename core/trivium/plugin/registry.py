@@ -8,6 +8,7 @@ import json
 import re
 import sys
 import threading
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
@@ -21,6 +22,8 @@ from trivium.plugin.guard import blame
 from trivium.plugin.hooks import PROJECT, Hooks
 
 OLDEST_API_VERSION = max(1, API_VERSION - 1)
+_LACKS = "embeddings and adapters are refused on it, and it captures no graphs"
+"""What a plugin of the oldest version can't do: it is never shown what is new."""
 PROBE_SECONDS = 60.0
 """A probe that takes longer is given up."""
 
@@ -93,6 +96,9 @@ def _checked(plugin: Plugin, backend: Any) -> Backend:
         raise PluginError(f"{where}: a backend's name is lower case without blanks and colons, and not 'auto'")
     if type(backend.priority) is not int or not isinstance(getattr(backend, "version", None), str):
         raise PluginError(f"{where}: priority must be an int and version a string")
+    if version < API_VERSION:
+        message = f"{where} was written for plugin API version {version}, which the next release of trivium refuses; until its "
+        warnings.warn(f"{message}maintainers move it to version {API_VERSION}, {_LACKS}", DeprecationWarning, stacklevel=2)
     return backend
 
 
