@@ -115,7 +115,7 @@ class Private(DayOne):
             dtypes=("float32",),
             weight_formats=(WeightFormat("tiled", 32.0, PLAIN), WeightFormat("float32", 32.0, PLAIN)),
             kv_dtypes=("float16",), page_sizes=(128,), max_batched_tokens=64, sampling=SAMPLING,
-            unsupported={"top_p": "its sampler has no sort"},
+            unsupported={"top_p": "its sampler has no sort"}, asynchronous=True,
         )  # fmt: skip
 
     def kernels(self, device: Any) -> list[Kernel]:

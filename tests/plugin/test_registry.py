@@ -9,7 +9,10 @@ import sys
 import fake_plugins
 import pytest
 
-from trivium.errors import BackendNotFoundError, BackendUnavailableError, PluginError
+from tiny_checkpoints import make_checkpoint
+
+from trivium import LLM, SamplingParams
+from trivium.errors import BackendNotFoundError, BackendUnavailableError, PluginError, UnsupportedError
 from trivium.plugin import API_VERSION, find_backends, find_plugins, resolve
 
 
@@ -86,6 +89,28 @@ def test_o50_a_plugin_for_another_api_version_is_refused_with_both_numbers(site,
 def test_o50_the_current_version_is_accepted(site):
     fake_plugins.install(site, "newchip", fake_plugins.healthy("newchip"))
     assert resolve("newchip")[0].name == "newchip"
+
+
+@pytest.mark.faults
+def test_o50_the_version_before_runs_unchanged_with_a_warning_that_says_what_it_lacks(site, tmp_path):
+    fake_plugins.install(
+        site, "oldchip", "from old_chip import trivium_backend"
+    )  # fmt: skip
+    model = str(make_checkpoint(tmp_path / "model", "llama"))
+    params = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
+    with pytest.warns(
+        DeprecationWarning, match=r"trivium-oldchip 1.0\) was written for plugin API version 1.*version 2, embeddings"
+    ):
+        old = LLM(model, "oldchip", progress=False, num_kv_blocks=20)
+    with old, LLM(model, "reference", progress=False, num_kv_blocks=20) as new:
+        assert old.generate([[5, 6, 7]], params)[0].outputs == new.generate([[5, 6, 7]], params)[0].outputs
+        assert not hasattr(old, "embed") or refuses_embeddings(old)
+
+
+def refuses_embeddings(llm):
+    with pytest.raises(UnsupportedError, match="oldchip"):
+        llm.embed([[5, 6, 7]])
+    return True
 
 
 def test_two_plugins_with_one_name_are_an_error_that_names_both(site):

@@ -66,7 +66,9 @@ class Lab:
     @contextlib.contextmanager
     def session(self, *, dtype: str | None = None, tokens: int = 64, seqs: int = 16, length: int = 256) -> Iterator[Session]:
         """An open session; host fallbacks are reported in rows, not as warnings."""
-        limits = {"max_batched_tokens": min(tokens, self.step_tokens), "max_seqs": seqs, "max_model_len": length}
+        limits: dict[str, Any] = {"max_batched_tokens": min(tokens, self.step_tokens), "max_seqs": seqs, "max_model_len": length}
+        if self.capabilities.graph_capture and self.backend.api_version > 1:
+            limits["graph_sizes"] = (4, seqs)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", HostFallbackWarning)
             session = self.backend.open(self.device, {"dtype": dtype or self.dtypes[0], **limits, **self.options})

@@ -249,7 +249,8 @@ class Backend(ABC):
     @abstractmethod
     def open(self, device: Device, options: Mapping[str, Any]) -> Session:
         """Opens a device. `options`: "dtype" (activations), "max_batched_tokens", "max_seqs", "max_model_len", "strict" (refuse
-        operators without a kernel), with graph_capture "graph_sizes", and what the user passed for this backend; an unknown one is an InvalidRequestError."""
+        operators without a kernel), "graph_sizes" (only with graph_capture), and what the user passed for this backend; an unknown
+        one is an InvalidRequestError."""
 
 
 __all__ = [
