@@ -78,6 +78,7 @@ class FakeExecutable:
     hook: Callable[[str, Batch | None], None] = lambda point, batch: None
     violations: list[str] = field(default_factory=list)
     batches: list[Batch] = field(default_factory=list)
+    copied: int = 0
 
     def __post_init__(self) -> None:
         size = self.pages * self.spec.page_size
@@ -103,6 +104,14 @@ class FakeExecutable:
         if not len(logits):
             return FakeStep(Sampled(np.zeros(0, np.int32)), self.hook)
         return FakeStep(sample(logits, batch.sampling, vocab_size=VOCAB), self.hook)
+
+    def copy_pages(self, src: Sequence[int], dst: Sequence[int]) -> None:
+        """What the engine asks of the session."""
+        self.hook("copy", None)
+        cells = self._cells.reshape(self.pages, -1, 3)
+        cells[list(dst)] = cells[list(src)]
+        self._state |= {d: self._state[s] for s, d in zip(src, dst) if s in self._state}
+        self.copied += len(src)
 
     def _read(self, batch: Batch, s: int, g: int, group: Group, rows: dict[int, list[int]]) -> None:
         start, end, context = (int(x) for x in (batch.query_starts[s], batch.query_starts[s + 1], batch.context_lens[s]))
@@ -139,6 +148,8 @@ class FakeExecutable:
         self._expect(batch.block_tables.flags.c_contiguous, "block tables are not contiguous")
         self._expect(batch.slot_mapping.dtype == np.int64 and batch.slot_mapping.shape == (g, t), "wrong slot mapping")
         self._expect(bool((batch.slot_mapping >= 0).all()), "a token has no slot")
+        owners = np.bincount(batch.block_tables[batch.block_tables >= 0], minlength=self.pages)
+        self._expect(bool((owners[batch.slot_mapping // self.spec.page_size] == 1).all()), "a page is written that two can read")
         self._expect(len(batch.query_starts) == s + 1 and batch.query_starts[-1] == t, "wrong query starts")
         self._expect(bool((np.diff(batch.sample_rows) > 0).all()), "sample rows do not ascend")
         self._expect(len(batch.sampling.seed) == len(batch.sample_rows), "sampling has other rows")
@@ -184,10 +195,11 @@ def fake_model(
 ) -> Any:
     """What the engine asks of a loaded model, as SimpleNamespace; `.executable` is a FakeExecutable."""
     spec = spec_of(windows, page_size)
+    executable = FakeExecutable(spec, pages)
     return SimpleNamespace(
-        backend=SimpleNamespace(name="fake"), capabilities=Capabilities(("float32",), (), ("float32",)), session=None,
-        executable=FakeExecutable(spec, pages), kv_spec=spec, num_pages=pages, vocab_size=VOCAB, max_model_len=max_model_len,
-        eos_ids=frozenset({EOS}), fingerprint=fingerprint,
+        backend=SimpleNamespace(name="fake"), capabilities=Capabilities(("float32",), (), ("float32",)),
+        session=SimpleNamespace(copy_pages=executable.copy_pages), executable=executable, kv_spec=spec, num_pages=pages,
+        vocab_size=VOCAB, max_model_len=max_model_len, eos_ids=frozenset({EOS}), fingerprint=fingerprint,
     )  # fmt: skip
 
 

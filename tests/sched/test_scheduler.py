@@ -11,7 +11,7 @@ from fake_model import spec_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from trivium.errors import CapacityError
-from trivium.kv import KVCache, root_key
+from trivium.kv import Copy, KVCache, root_key
 from trivium.sched import Scheduler, Sequence, StepPlan, sampled_rows
 
 PAGE = 4
@@ -210,11 +210,11 @@ def test_a_reservation_that_fails_halfway_is_undone() -> None:
     plan = sim.scheduler.plan()
     grow, calls = sim.scheduler.kv.grow, []
 
-    def failing(seq: Sequence, tokens: int) -> None:
+    def failing(seq: Sequence, tokens: int) -> list[Copy]:
         calls.append(seq)
         if len(calls) == 2:
             raise RuntimeError("no")
-        grow(seq, tokens)
+        return grow(seq, tokens)
 
     sim.scheduler.kv.grow = failing  # type: ignore[method-assign, assignment]
     with pytest.raises(RuntimeError):

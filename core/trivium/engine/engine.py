@@ -88,7 +88,7 @@ class Engine:
         self._requests[request.id] = request
         self._completions.update((c.seq, c) for c in request.completions)
         self.stats.prompt_tokens += len(request.prompt_ids)
-        self._start(request, 1)
+        self.scheduler.add(request.completions[0].seq)
         return request.id
 
     def has_unfinished(self) -> bool:
@@ -129,11 +129,6 @@ class Engine:
         known = {c.seq for r in self._requests.values() for c in r.completions[: r.started] if c.finish_reason is None}
         assert known == {*self.scheduler.running, *self.scheduler.waiting}, "a request is lost"
         assert len(self._completions) == sum(c.finish_reason is None for r in self._requests.values() for c in r.completions)
-
-    def _start(self, request: Request, count: int) -> None:
-        for completion in request.completions[request.started : count]:
-            self.scheduler.add(completion.seq)
-            request.started += 1
 
     def _run(self, flight: Flight) -> list[Completion]:
         """Ends a step; if it fails, its sequences run one by one. Returns the outputs that moved."""
@@ -223,7 +218,10 @@ class Engine:
             completion.finish("length")
         if complete and request.clock.prefill_done is None:
             request.clock.prefill_done = landed.now
-            self._start(request, len(request.completions))
+        if seq.pending < 2 and request.started < len(request.completions):
+            for other in request.completions[1:]:
+                self.scheduler.fork(seq, other.seq)
+            request.started, seq.fork_at = len(request.completions), 0
         if completion.finish_reason is not None:
             self._retire(completion)
 

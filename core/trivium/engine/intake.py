@@ -84,4 +84,5 @@ class Intake:
             )  # fmt: skip
             request.completions.append(Completion(request, seq, sampler, Text(self._tokenizer, params)))
             request.live += 1
+        request.completions[0].seq.fork_at = len(ids) - 1 if params.n > 1 else 0
         return request

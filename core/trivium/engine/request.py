@@ -119,7 +119,7 @@ class Completion:
 @dataclass(eq=False)
 class Request:
     """A request that the engine has taken. end_ids: tokens that end an output. live: outputs that have not ended. started: outputs
-    whose sequence the scheduler knows; the others wait until the first has computed the prompt, whose pages they then find."""
+    whose sequence the scheduler knows; the others wait until the first has computed the prompt but for its last token."""
 
     id: int
     prompt_ids: list[int]
@@ -130,7 +130,7 @@ class Request:
     stream: bool = False
     client_id: str | None = None
     completions: list[Completion] = field(default_factory=list)
-    started: int = 0
+    started: int = 1
     live: int = 0
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     error: TriviumError | None = None

@@ -96,7 +96,7 @@ class Runner:
         return flight
 
     def launch(self, flight: Flight) -> Flight:
-        """Puts in the tokens that were missing and starts the step on the device."""
+        """Puts in the tokens that were missing, copies pages and starts the step on the device."""
         if flight.batch is None:
             return flight
         try:
@@ -105,6 +105,8 @@ class Runner:
                 tokens[ends[i + 1] - 1] = flight.plan.entries[i].seq.last
             inputs = build_inputs(_sampler_rows(flight), self.model.vocab_size)
             batch = replace(flight.batch, sampling=inputs)
+            if copies := flight.plan.copies:
+                self.model.session.copy_pages([copy.src for copy in copies], [copy.dst for copy in copies])
             flight.started, flight.ran = self._clock(), True
             flight.step = self.model.executable.run(batch)
         except BaseException as fault:

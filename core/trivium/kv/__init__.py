@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from trivium.kv.cache import Hit, KVCache, Stream, root_key
+from trivium.kv.cache import Copy, Hit, KVCache, Stream, root_key
 from trivium.kv.groups import plan_groups
 from trivium.kv.pool import BlockPool, Key, Ledger
 
-__all__ = ["BlockPool", "Hit", "KVCache", "Key", "Ledger", "Stream", "plan_groups", "root_key"]
+__all__ = ["BlockPool", "Copy", "Hit", "KVCache", "Key", "Ledger", "Stream", "plan_groups", "root_key"]

@@ -21,6 +21,7 @@ class Stream:
 
     length: tokens known. computed: how many of them are in the cache. row: its row in the block tables, -1: it holds no pages.
     blocks: columns of its row that have pages, in every paged group; first[g]: first of them that is still held in group g.
+    forked: pages that it is going to write may have other owners, see KVCache.fork().
     """
 
     def __init__(self, tokens: Sequence[int], root: bytes) -> None:
@@ -32,6 +33,7 @@ class Stream:
         self.row = -1
         self.blocks = 0
         self.first: list[int] = []
+        self.forked = False
 
     @property
     def pending(self) -> int:
@@ -64,6 +66,15 @@ class Hit(NamedTuple):
     pages: list[list[int]]
 
 
+class Copy(NamedTuple):
+    """A page that a stream is about to write and shares: its copy `dst` takes the place of `src` in a column of group g."""
+
+    g: int
+    column: int
+    src: int
+    dst: int
+
+
 def root_key(*parts: str) -> bytes:
     """Start of a digest chain: pages are shared only between requests with equal parts (model, adapter, tenant salt)."""
     texts = [part.encode() for part in parts]
@@ -74,8 +85,9 @@ class KVCache:
     """Block tables over one BlockPool.
 
     Keys of pages are chained 256-bit BLAKE2b digests, so equal keys mean equal tokens from the start on. Only full pages are
-    published and only published pages are shared; a full page is never written again, so sharing needs no copy. A model with
-    recurrent states shares nothing: their one page a sequence holds the state after the last token only.
+    published, and a full page is never written again, so whoever finds it needs no copy. fork() shares the last page too, and the
+    one of a recurrent state: whoever writes next gets a copy, the last owner writes in place. A model with recurrent states
+    publishes nothing: their one page a sequence holds the state after the last token only.
     """
 
     def __init__(self, spec: KVSpec, num_pages: int, max_seqs: int) -> None:
@@ -135,13 +147,37 @@ class KVCache:
         stream.blocks = hit.blocks
         stream.computed = hit.blocks * self.page_size
 
-    def grow(self, stream: Stream, tokens: int) -> None:
-        """Makes room for the first `tokens` tokens. Raises CapacityError, and changes nothing, if there are too few pages."""
+    def fork(self, parent: Stream, child: Stream) -> None:
+        """Gives the child, which begins with the tokens that the parent has computed, a row and all the parent's pages."""
+        self._seat(child)
+        blocks = self.blocks(parent.computed)
+        source, copy = self._tables[:, parent.row], self._tables[:, child.row]
+        copy[self.recurrent, 0] = source[self.recurrent, 0]
+        copy[self.paged, :blocks] = source[self.paged, :blocks]
+        child.computed, child.blocks, child.first, child.keys = parent.computed, blocks, parent.first.copy(), parent.keys.copy()
+        child.forked = parent.forked = True
+        self.pool.share(self.held(child))
+
+    def written(self, stream: Stream) -> list[int]:
+        """The pages of a forked stream that its next token may change."""
+        return [page for _, _, page in self._written(stream)]
+
+    def grow(self, stream: Stream, tokens: int) -> list[Copy]:
+        """Makes room for the first `tokens` tokens and gives the stream what it will write for itself: the copies that this takes
+        have to be made before. Raises CapacityError, and changes nothing, if there are too few pages."""
+        shared = [place for place in self._written(stream) if self.pool.refs[place[2]] > 1]
         count = self.pages_to_grow(stream, tokens, stream.blocks)
-        if not count:
-            return
-        pages = self.pool.allocate(count)
-        if stream.row < 0:
+        pages = self.pool.allocate(count + len(shared)) if count or shared else []
+        copies = [Copy(*place, pages.pop()) for place in shared]
+        for g, column, src, dst in copies:
+            self.pool.release([src])
+            self._tables[g, stream.row, column] = dst
+        stream.forked = False
+        self._extend(stream, tokens, pages)
+        return copies
+
+    def _extend(self, stream: Stream, tokens: int, pages: list[int]) -> None:
+        if pages and stream.row < 0:
             self._seat(stream)
             for g in self.recurrent:
                 self._tables[g, stream.row, 0] = pages.pop()
@@ -152,8 +188,13 @@ class KVCache:
         self._tables[self.paged, stream.row, stream.blocks : blocks] = np.reshape(pages, (len(self.paged), -1))
         stream.blocks = blocks
 
-    def shrink(self, stream: Stream, blocks: int) -> None:
-        """Undoes grow() of a stream that had `blocks` blocks: gives back the pages of all later columns."""
+    def shrink(self, stream: Stream, blocks: int, copies: Iterable[Copy] = ()) -> None:
+        """Undoes grow(), which returned `copies`, of a stream that had `blocks` blocks."""
+        stream.forked = True
+        for g, column, src, dst in copies:
+            self.pool.share([src])
+            self.pool.release([dst])
+            self._tables[g, stream.row, column] = src
         if stream.blocks == blocks:
             return
         self.pool.release(reversed(self._pages(stream, blocks)))
@@ -186,7 +227,7 @@ class KVCache:
         self.pool.release(reversed(self.held(stream)))
         self._tables[:, stream.row, : max(stream.blocks, 1)] = -1
         self._rows.append(stream.row)
-        stream.row, stream.blocks, stream.computed = -1, 0, 0
+        stream.row, stream.blocks, stream.computed, stream.forked = -1, 0, 0, False
 
     def held(self, stream: Stream) -> list[int]:
         """The pages a stream owns, first blocks first."""
@@ -218,9 +259,12 @@ class KVCache:
         return np.array(found, np.int64)
 
     def check(self, streams: Iterable[Stream]) -> None:
-        """Raises AssertionError unless the pages in use are exactly those of `streams`."""
+        """Raises AssertionError unless the pages in use are exactly those of `streams`, and none is written while it is shared."""
         streams = list(streams)
-        self.pool.check(Counter(page for s in streams for page in self.held(s)))
+        owners = Counter(page for s in streams for page in self.held(s))
+        self.pool.check(owners)
+        owned = all(s.forked or owners[page] == 1 for s in streams if s.row >= 0 for _, _, page in self._last(s))
+        assert owned, "a page that will be written has two owners"
         rows = [s.row for s in streams if s.row >= 0]
         assert len(set(rows)) == len(rows) and len(rows) + len(self._rows) == self._tables.shape[1], "a row is lost or used twice"
         assert (self._tables[:, self._rows] == -1).all(), "a free row still names pages"
@@ -230,6 +274,15 @@ class KVCache:
         columns = self._tables[:, stream.row, start : max(stream.blocks, 1)].T.ravel()
         pages: list[int] = columns[columns >= 0].tolist()
         return pages
+
+    def _written(self, stream: Stream) -> list[tuple[int, int, int]]:
+        return self._last(stream) if stream.forked else []
+
+    def _last(self, stream: Stream) -> list[tuple[int, int, int]]:
+        """(group, column, page) of what the next token may change and is there: recurrent states, the partly filled page."""
+        columns = range(stream.computed // self.page_size, stream.blocks)
+        places = [(g, 0) for g in self.recurrent] + [(g, column) for g in self.paged for column in columns]
+        return [(g, column, int(self._tables[g, stream.row, column])) for g, column in places]
 
     def _hit(self, stream: Stream, blocks: int) -> Hit:
         def pages(g: int, back: int) -> list[int]:

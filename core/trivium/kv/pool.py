@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from trivium.errors import CapacityError
 
@@ -109,6 +109,15 @@ class Ledger:
         for page in pages:
             self._delta[page] = self._delta.get(page, 0) - 1
             self.free += self._owners(page) == 0
+
+    def shared(self, pages: Iterable[int]) -> int:
+        """How many of these pages have more than one owner."""
+        return sum(self._owners(page) > 1 for page in pages)
+
+    def split(self, pages: Sequence[int]) -> None:
+        """Plans to replace those of these pages that have more than one owner by copies."""
+        self.free -= self.shared(pages)
+        self.drop([page for page in pages if self._owners(page) > 1])
 
     def _owners(self, page: int) -> int:
         return self._refs[page] + self._delta.get(page, 0)

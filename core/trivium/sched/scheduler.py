@@ -18,7 +18,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from trivium.errors import CapacityError
-from trivium.kv import Hit, KVCache, Ledger, Stream
+from trivium.kv import Copy, Hit, KVCache, Ledger, Stream
 
 Order = tuple[int, int, int]
 _order = attrgetter("order")
@@ -29,7 +29,8 @@ class Sequence(Stream):
 
     score_end: rows 0..score_end-1 are wanted for the logprobs of the next prompt token; scored: how many of them are done.
     limit: length at which it ends at the latest; up to it, a token is drawn once all known ones are computed. due: its last token
-    stands for one that the device has still to give (see Scheduler.landed).
+    stands for one that the device has still to give (see Scheduler.landed). fork_at: prefill stops there, so that others can begin
+    with what is computed by then; 0: it doesn't. lockstep: its next token is chosen together with those of its siblings.
     """
 
     def __init__(self, tokens: Seq[int], root: bytes, order: Order, *, score_end: int = 0, limit: int = sys.maxsize) -> None:
@@ -38,6 +39,8 @@ class Sequence(Stream):
         self.score_end = score_end
         self.scored = 0
         self.limit = limit
+        self.fork_at = 0
+        self.lockstep = False
         self.running = False
         self.due = False
 
@@ -45,6 +48,11 @@ class Sequence(Stream):
     def reusable(self) -> int:
         """Leading tokens that needn't be computed if their pages are found: the last one is, and whatever is still to be scored."""
         return self.length - 1 if self.scored >= self.score_end else self.scored
+
+    @property
+    def parked(self) -> bool:
+        """It waits for its siblings (equal order up to the index), and makes way for them."""
+        return self.lockstep and not self.pending
 
 
 class Entry(NamedTuple):
@@ -58,11 +66,13 @@ class Entry(NamedTuple):
 
 @dataclass
 class StepPlan:
-    """What one step does. Making it changes nothing; `undo` is filled while Scheduler.reserve() applies it."""
+    """What one step does. Making it changes nothing; `copies` (to be made before it runs) and `undo` (entry, blocks it had, copies)
+    are filled while Scheduler.reserve() applies it."""
 
     entries: list[Entry] = field(default_factory=list)
     preempted: list[Sequence] = field(default_factory=list)
-    undo: list[tuple[Entry, int]] = field(default_factory=list)
+    copies: list[Copy] = field(default_factory=list)
+    undo: list[tuple[Entry, int, list[Copy]]] = field(default_factory=list)
 
 
 class Scheduler:
@@ -89,6 +99,16 @@ class Scheduler:
         """Puts a sequence in its place among the waiting ones."""
         insort(self.waiting, seq, key=_order)
 
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """Adds a sequence that begins with what `parent` has computed: it runs on from there, unless that takes another's turn."""
+        turn = len(self.running) < self.max_seqs and not (self.waiting and self.waiting[0].order < child.order)
+        if not turn or not parent.running or not 0 < parent.computed < child.length:
+            self.add(child)
+        else:
+            self.kv.fork(parent, child)
+            child.running = True
+            insort(self.running, child, key=_order)
+
     def remove(self, seq: Sequence) -> None:
         """Takes out a sequence that has ended, for whatever reason, and gives its pages back."""
         self.kv.release(seq)
@@ -113,7 +133,7 @@ class Scheduler:
         flying = [entry for entry in plan.entries if entry.seq.running]
         for seq, start, tokens, _ in flying:
             seq.computed += tokens
-            if start + tokens == seq.length and seq.length + 1 < seq.limit:
+            if start + tokens == seq.length and seq.length + 1 < seq.limit and not seq.lockstep:
                 seq.append(0)
                 seq.due = True
         try:
@@ -129,36 +149,38 @@ class Scheduler:
         """Admits and reserves what the plan needs, once its preempted sequences are: see preempt(). What it did is undone by
         roll_back()."""
         for entry in plan.entries:
-            plan.undo.append((entry, entry.seq.blocks if entry.seq.row >= 0 else -1))
+            plan.undo.append((entry, entry.seq.blocks if entry.seq.row >= 0 else -1, []))
             if entry.hit is not None:
                 self._admit(entry.seq, entry.hit)
-        for entry in plan.entries:
-            self.kv.grow(entry.seq, entry.start + entry.tokens)
+        for entry, _, copies in plan.undo:
+            copies += self.kv.grow(entry.seq, entry.start + entry.tokens)
+            plan.copies += copies
 
     def roll_back(self, plan: StepPlan, *, ran: bool) -> None:
         """Undoes reserve(), also one that failed halfway, for all that have not ended. `ran`: the pages written in this step may
         hold anything by now."""
-        for entry, blocks in reversed(plan.undo):
-            seq = entry.seq
-            if not seq.running:
-                continue
+        alive = [undo for undo in plan.undo if undo[0].seq.running]
+        for entry, blocks, copies in reversed(alive):
             if entry.hit is not None:
-                self.preempt(seq)
+                self.preempt(entry.seq)
             elif blocks < 0:
-                self.kv.release(seq)
+                self.kv.release(entry.seq)
             else:
-                self.kv.shrink(seq, blocks)
-                if ran:
-                    self.kv.rewind(seq)
+                self.kv.shrink(entry.seq, blocks, copies)
+        for entry, _, _ in alive if ran else ():  # once all copies are undone: this may give pages away
+            self.kv.rewind(entry.seq)
         plan.undo.clear()
 
     def preempt(self, seq: Sequence) -> None:
-        """Back to the waiting ones; its tokens are computed again, as far as its pages are not found in the cache."""
+        """Back to the waiting ones; its tokens are computed again, as far as its pages are not found in the cache. A parked one has
+        nothing to compute: it comes back by add()."""
+        parked = seq.parked
         self.kv.release(seq)
         if seq.running:
             seq.running = False
             _discard(self.running, seq)
-            insort(self.waiting, seq, key=_order)
+            if not parked:
+                insort(self.waiting, seq, key=_order)
 
     def check(self) -> None:
         """Raises AssertionError unless both lists are in order and hold exactly the owners of all pages."""
@@ -210,12 +232,12 @@ class _Planner:
         return self.draft
 
     def _continue(self, seq: Sequence) -> None:
-        if not seq.pending:
-            return  # its end is under way
+        if not seq.pending or seq.computed == seq.fork_at > 0:
+            return  # its end is under way, or it waits for its siblings
         decode = seq.pending == 1
         count = 1 if decode else self._chunk(seq, seq.computed, self.rows + 1)
         room = self._room(seq)
-        while room <= 0 and self._evict_after(seq.order):
+        while room <= 0 and self._evict(seq.order, seq):
             self.open = False
             room = self._room(seq)
         count = min(count, room)
@@ -240,18 +262,19 @@ class _Planner:
 
     def _chunk(self, seq: Sequence, start: int, rows: int) -> int:
         """Tokens of `seq` that the token budget and `rows` rows allow."""
-        count = min(seq.length - start, self.tokens)
+        count = min((seq.fork_at if start < seq.fork_at else seq.length) - start, self.tokens)
         if seq.scored < seq.score_end:
             count = min(count, max(seq.scored - start, 0) + rows)
         return count
 
     def _room(self, seq: Sequence) -> int:
-        return self.kv.reach(seq, seq.blocks, self.ledger.free) - seq.computed
+        free = self.ledger.free - self.ledger.shared(self.kv.written(seq))
+        return self.kv.reach(seq, seq.blocks, free) - seq.computed
 
     def _make_way(self, seq: Sequence, hit: Hit) -> bool:
         """Whether a seat and pages for all known tokens are there; sequences of a worse priority are preempted for them."""
         while self.seats <= 0 or self._lacks_pages(seq, hit):
-            if not self._evict_after((seq.order[0] + 1, -1, -1)):
+            if not self._evict((seq.order[0] + 1, -1, -1), seq):
                 return False
         return True
 
@@ -259,11 +282,15 @@ class _Planner:
         need = self.kv.peak_pages(seq.length, hit) + sum(self.ledger.cost(pages) for pages in hit.pages)
         return need > self.ledger.free - self.promised
 
-    def _evict_after(self, order: Order) -> bool:
-        """Plans to preempt the last of the running sequences if it stands after `order`."""
-        if not self.alive or self.alive[-1].order <= order:
-            return False
-        victim = self.alive.pop()
+    def _evict(self, order: Order, seq: Sequence) -> bool:
+        """Plans to preempt the last of the running sequences if it stands after `order`; else a parked sibling of `seq`."""
+        if self.alive and self.alive[-1].order > order:
+            victim = self.alive.pop()
+        else:
+            victim = next((s for s in reversed(self.alive) if s.parked and s.order[:2] == seq.order[:2]), seq)
+            if victim is seq:
+                return False
+            self.alive.remove(victim)
         self.ledger.drop(self.kv.held(victim))
         self.seats += 1
         self.rows += 1
@@ -273,6 +300,7 @@ class _Planner:
 
     def _schedule(self, entry: Entry, blocks: int, decode: bool) -> None:
         seq, end = entry.seq, entry.start + entry.tokens
+        self.ledger.split(self.kv.written(seq))
         self.ledger.free -= self.kv.pages_to_grow(seq, end, blocks)
         if not decode:
             self.tokens -= entry.tokens
