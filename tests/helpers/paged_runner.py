@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 from trivium.kv import plan_groups
-from trivium.ops import Batch, PagedKV, PagedState, Program, SampleInputs, Weight
+from trivium.ops import Batch, PagedKV, PagedState, Program, Weight
+from trivium.ops.sample import plain_inputs
 
 Spans = Sequence[tuple[int, int, int]]
 
@@ -66,7 +67,7 @@ class Runner(ABC):
             block_tables=tables,
             slot_mapping=slots,
             sample_rows=np.arange(len(positions), dtype=np.int32),
-            sampling=greedy(len(positions)),
+            sampling=plain_inputs(len(positions)),
         ))  # fmt: skip
 
     @abstractmethod
@@ -117,17 +118,6 @@ def constant_arrays(program: Program, weights: Mapping[str, np.ndarray]) -> dict
     """Every constant of the Program by name, from checkpoint tensors by name."""
     rows = {c.value.name: slice(*c.rows) if c.rows else slice(None) for c in program.constants}
     return {c.value.name: weights[c.source][rows[c.value.name]] if c.array is None else c.array for c in program.constants}
-
-
-def greedy(rows: int) -> SampleInputs:
-    """Inputs of the sampler that ask for the most likely token of every row."""
-    zeros, none = np.zeros(rows, np.float32), np.zeros(0, np.int32)
-    starts = np.zeros(rows + 1, np.int32)
-    return SampleInputs(
-        temperature=zeros, top_k=np.zeros(rows, np.int32), top_p=zeros + 1, min_p=zeros, seed=np.zeros(rows, np.uint64),
-        position=np.zeros(rows, np.int64), repetition=zeros + 1, presence=zeros, frequency=zeros, seen_starts=starts, seen_ids=none,
-        seen_counts=none, bias_starts=starts, bias_ids=none, bias=np.zeros(0, np.float32), score_ids=np.full(rows, -1, np.int32),
-    )  # fmt: skip
 
 
 def _nan_store(spec: PagedKV, pages: int, page_size: int) -> tuple[np.ndarray, np.ndarray]:

@@ -15,6 +15,10 @@ from trivium.ops import SampleInputs
 from trivium.ops.sample import plain_inputs
 
 INF = float("inf")
+SCALARS = (
+    "temperature", "top_k", "top_p", "min_p", "typical_p", "top_n_sigma", "xtc_probability", "xtc_threshold", "seed", "position",
+    "repetition", "presence", "frequency",
+)  # fmt: skip
 
 
 def f32(x: float) -> float:
@@ -44,8 +48,8 @@ def philox(counter: list[int], key: list[int], bits: int = 32) -> list[int]:
     return [c0, c1, c2, c3]
 
 
-def uniform(seed: int, position: int) -> int:
-    return philox([position & 0xFFFFFFFF, position >> 32, 0, 0], [seed & 0xFFFFFFFF, seed >> 32])[0] >> 1
+def uniform(seed: int, position: int, stream: int = 0) -> int:
+    return philox([position & 0xFFFFFFFF, position >> 32, 0, stream], [seed & 0xFFFFFFFF, seed >> 32])[0] >> 1
 
 
 def weight(d: float) -> tuple[float, int]:
@@ -70,6 +74,10 @@ class Row:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    typical_p: float = 1.0
+    top_n_sigma: float = 0.0
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.0
     seed: int = 0
     position: int = 0
     repetition: float = 1.0
@@ -115,21 +123,50 @@ def sample(row: Row, vocab: int) -> int:
     y = [f32(v / temperature) for v in x]
     if math.isinf(max(y)):
         return greedy
-    return _drawn(row, [f32(v - max(y)) for v in y])
+    return _drawn(row, x, [f32(v - max(y)) for v in y])
 
 
-def _drawn(row: Row, d: list[float]) -> int:
-    order = _order(d)
+def _deviates(x: list[float], sigmas: float) -> list[bool]:
+    """Which ids top_n_sigma takes away, in exact integers: variance and mean of the distances from the top, in 1/4096."""
+    gaps = [math.floor(min(f32(max(x) - v), 512.0) * 4096) for v in x]
+    finite = [g for g, v in zip(gaps, x) if v != -INF]
+    mean = sum(finite) // len(finite)
+    deviation = math.isqrt(sum((g - mean) ** 2 for g in finite) // len(finite))
+    return [g > deviation * math.floor(f32(sigmas) * 2**16) // 2**16 for g in gaps]
+
+
+def _shortest(order: list[int], w: dict[int, int], fraction: float) -> list[int]:
+    target = max(1, sum(w[i] for i in order) * math.floor(f32(fraction) * 2**31) // 2**31)
+    return order[: next(n for n in range(1, len(order) + 1) if sum(w[i] for i in order[:n]) >= target)]
+
+
+def _typical(order: list[int], d: list[float], w: dict[int, int], fraction: float) -> list[int]:
+    """Those whose surprise is nearest to the entropy; both lack the same log of the normaliser. Back in order of d."""
+    shift = max(0, sum(w[i] for i in order).bit_length() - 41)
+    surprise = {i: math.floor(-d[i] * 2**16) for i in order}
+    mean = sum((w[i] >> shift) * surprise[i] for i in order) // sum(w[i] >> shift for i in order)
+    near = _shortest(sorted(order, key=lambda i: (abs(surprise[i] - mean), i)), w, fraction)
+    return [i for i in order if i in near]
+
+
+def _drawn(row: Row, x: list[float], d: list[float]) -> int:
+    gone = _deviates(x, row.top_n_sigma) if f32(row.top_n_sigma) > 0 else [False] * len(x)
+    order = [i for i in _order(d) if d[i] > -28 and not gone[i]]
     if row.top_k > 0:
         order = order[: row.top_k]
-    made = {i: weight(d[i]) for i in order}
+    e, w = ({i: weight(d[i])[part] for i in order} for part in (0, 1))
+    if f32(row.typical_p) < 1:
+        order = _typical(order, d, w, row.typical_p)
     if f32(row.top_p) < 1:
-        target = max(1, sum(w for _, w in made.values()) * math.floor(f32(row.top_p) * 2**31) // 2**31)
-        end = next(n for n in range(1, len(order) + 1) if sum(made[i][1] for i in order[:n]) >= target)
-        order = order[:end]
-    stay = sorted(i for i in order if made[i][0] >= f32(row.min_p))
-    target = sum(made[i][1] for i in stay) * uniform(row.seed, row.position) // 2**31
-    return next(i for n, i in enumerate(stay) if sum(made[j][1] for j in stay[: n + 1]) > target)
+        order = _shortest(order, w, row.top_p)
+    order = [i for i in order if e[i] >= f32(f32(row.min_p) * e[order[0]])]
+    if uniform(row.seed, row.position, 2) < math.floor(f32(row.xtc_probability) * 2**31):
+        least = max(1, sum(w[i] for i in order) * math.floor(f32(row.xtc_threshold) * 2**31) // 2**31)
+        top = [i for i in order if w[i] >= least]
+        order = [i for i in order if i not in top[:-1]]
+    stay = sorted(order)
+    target = sum(w[i] for i in stay) * uniform(row.seed, row.position) // 2**31
+    return next(i for n, i in enumerate(stay) if sum(w[j] for j in stay[: n + 1]) > target)
 
 
 def logprobs(row: Row, vocab: int) -> tuple[list[float], list[int]]:
@@ -162,10 +199,9 @@ def to_arrays(rows: list[Row], top_logprobs: int) -> tuple[np.ndarray, SampleInp
     """The same rows as the operator takes them."""
     seen_starts, seen = _ragged(rows, "seen")
     bias_starts, bias = _ragged(rows, "bias")
-    scalars = ("temperature", "top_k", "top_p", "min_p", "seed", "position", "repetition", "presence", "frequency")
     return np.array([r.logits for r in rows], np.float32), plain_inputs(
         len(rows),
-        **{name: np.array([getattr(r, name) for r in rows], np.uint64 if name == "seed" else None) for name in scalars},
+        **{name: np.array([getattr(r, name) for r in rows], np.uint64 if name == "seed" else None) for name in SCALARS},
         score_ids=[r.score for r in rows],
         seen_starts=seen_starts,
         seen_ids=np.array([t for t, _ in seen], np.int32),
@@ -185,9 +221,8 @@ def from_arrays(logits: np.ndarray, inputs: SampleInputs) -> list[Row]:
         seen = range(*inputs.seen_starts[r : r + 2].tolist())
         bias = range(*inputs.bias_starts[r : r + 2].tolist())
         bits = None if inputs.mask is None else [int(w) for w in inputs.mask[r]]
-        scalars = ("temperature", "top_k", "top_p", "min_p", "seed", "position", "repetition", "presence", "frequency")
         rows.append(Row(
-            logits[r].tolist(), **{name: getattr(inputs, name)[r].item() for name in scalars}, score=int(inputs.score_ids[r]),
+            logits[r].tolist(), **{name: getattr(inputs, name)[r].item() for name in SCALARS}, score=int(inputs.score_ids[r]),
             seen=[[int(inputs.seen_ids[i]), int(inputs.seen_counts[i])] for i in seen],
             bias=[[int(inputs.bias_ids[i]), float(inputs.bias[i])] for i in bias],
             mask=None if bits is None else [i for i in range(len(logits[r])) if bits[i // 32] >> (i % 32) & 1],
@@ -212,6 +247,10 @@ def _random_row(rng: np.random.Generator, vocab: int, grid: float, spread: float
         top_k=maybe(int(rng.integers(1, vocab + 3)), 0),
         top_p=maybe(float(rng.integers(1, 64)) / 64, 1.0),
         min_p=maybe(float(rng.integers(1, 64)) / 256, 0.0),
+        typical_p=maybe(float(rng.integers(1, 64)) / 64, 1.0),
+        top_n_sigma=maybe(float(rng.integers(1, 64)) / 32, 0.0),
+        xtc_probability=maybe(float(rng.integers(1, 5)) / 4, 0.0),
+        xtc_threshold=float(rng.integers(0, 33)) / 128,
         seed=int(rng.integers(0, 2**64, dtype=np.uint64)),
         position=int(rng.integers(0, 2 ** int(rng.integers(1, 50)))),
         repetition=maybe(float(rng.integers(3, 9)) / 4, 1.0),

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from trivium.errors import InvalidRequestError, UnsupportedError
-from trivium.ops import Batch, Group, KVSpec, PagedKV, Program, SampleInputs, Weight, new_builder
+from trivium.ops import Batch, Group, KVSpec, PagedKV, Program, Weight, new_builder
+from trivium.ops.sample import plain_inputs
 from trivium.plugin import HostFallbackWarning, Session, select_kernels
 from trivium.plugin.reference import ReferenceBackend, ReferenceSession
 
@@ -30,21 +31,12 @@ def program() -> Program:
 SPEC = KVSpec(PAGE, "float32", (Group(PagedKV(HEADS, HIDDEN // HEADS), (0,)),))
 
 
-def greedy(rows: int) -> SampleInputs:
-    zeros, none = np.zeros(rows, np.float32), np.zeros(rows + 1, np.int32)
-    empty, flat = np.zeros(0, np.int32), np.zeros(0, np.float32)
-    return SampleInputs(
-        zeros, np.zeros(rows, np.int32), zeros + 1, zeros, np.zeros(rows, np.uint64), np.zeros(rows, np.int64), zeros + 1,
-        zeros, zeros, none, empty, empty, none, empty, flat, np.full(rows, -1, np.int32),
-    )  # fmt: skip
-
-
 def batch(ids: list[int], start: int, pages: list[int]) -> Batch:
     positions = np.arange(start, start + len(ids), dtype=np.int32)
     slots = np.array(pages)[positions // PAGE] * PAGE + positions % PAGE
     return Batch(
         np.array(ids, np.int32), positions, np.array([0, len(ids)], np.int32), np.array([start + len(ids)], np.int32),
-        np.array([[pages]], np.int32), slots[None].astype(np.int64), np.array([len(ids) - 1], np.int32), greedy(1),
+        np.array([[pages]], np.int32), slots[None].astype(np.int64), np.array([len(ids) - 1], np.int32), plain_inputs(1),
     )  # fmt: skip
 
 

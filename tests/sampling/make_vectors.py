@@ -53,6 +53,13 @@ def cases(rng: np.random.Generator) -> list[dict]:
         case("top_p", plain(rng, 20, 20, 0.125, temperature=1.25, top_p=0.625), 20),
         case("min_p", plain(rng, 20, 20, 0.125, temperature=1.5, min_p=0.15625), 20),
         case("min_p of one", plain(rng, 20, 4, 0.125, temperature=1.0, min_p=1.0), 20),
+        case("typical_p", plain(rng, 20, 20, 0.125, temperature=1.25, typical_p=0.5), 20),
+        case(
+            "typical_p with ties, then top_p", plain(rng, 20, 20, 1.0, temperature=1.0, typical_p=0.75, top_p=0.5, min_p=0.25), 20
+        ),
+        case("top_n_sigma", plain(rng, 20, 20, 0.125, temperature=2.5, top_n_sigma=1.0), 20),
+        case("XTC", plain(rng, 20, 20, 0.125, temperature=1.5, xtc_probability=0.5, xtc_threshold=0.125), 20),
+        case("XTC with ties", plain(rng, 20, 20, 2.0, temperature=1.0, xtc_probability=1.0, xtc_threshold=0.0625), 20),
         case("ban", banned(plain(rng, 20, 8, 0.125, temperature=0.5)), 20),
         case("padded vocabulary", padded, 20),
         case("logprobs", plain(rng, 20, 8, 0.5, temperature=1.0), 20, top_logprobs=5),
@@ -63,8 +70,8 @@ def cases(rng: np.random.Generator) -> list[dict]:
 
 def main() -> None:
     positions = (0, 1, 2, 1000, 2**32, 2**40 + 3)
-    draws = [[s, p, oracle.uniform(s, p)] for s in (0, 1, 42, 2**32, 2**64 - 1) for p in positions]
-    about = "sampling vectors, format 2: see make_vectors.py"
+    draws = [[s, p, *(oracle.uniform(s, p, n) for n in (0, 2))] for s in (0, 1, 42, 2**32, 2**64 - 1) for p in positions]
+    about = "sampling vectors, format 3: see make_vectors.py"
     document = {"about": about, "uniform": draws, "cases": cases(np.random.default_rng(20))}
     text = json.dumps(document).replace('{"name"', '\n{"name"').replace('{"logits"', '\n  {"logits"')
     (HERE / "vectors.json").write_text(text + "\n")

@@ -29,6 +29,10 @@ def test_defaults_are_the_known_ones():
         ("temperature", [-0.1, 101, math.nan, math.inf, "1", True, None, [1], 1j], "a number from 0 up to 100"),
         ("top_p", [0, -1, 1.01, math.nan, "0.5", False], "a number above 0 up to 1"),
         ("min_p", [-0.1, 1.1, math.nan, True], "a number from 0 up to 1"),
+        ("typical_p", [0, -1, 1.01, math.nan, "0.5"], "a number above 0 up to 1"),
+        ("top_n_sigma", [-1.5, math.nan, math.inf, None], "a number from -1 up to 1000"),
+        ("xtc_probability", [-0.1, 1.1, math.nan], "a number from 0 up to 1"),
+        ("xtc_threshold", [-0.1, 1.1, True], "a number from 0 up to 1"),
         ("top_k", [-2, 1.5, True, "5", None, math.nan], "an integer from -1 up"),
         ("n", [0, -1, 129, 1.0, True, None], "an integer from 1 up to 128"),
         ("repetition_penalty", [0, -1, math.nan, math.inf], "a number above 0 up to 100"),
@@ -103,6 +107,7 @@ def test_a_models_own_defaults():
 def test_used_names_what_the_sampler_must_do():
     assert SamplingParams(temperature=0, top_p=0.5, top_k=3, seed=1, stop="x").used() == frozenset()
     assert SamplingParams(top_p=0.5, top_k=-1).used() == {"temperature", "top_p"}
+    assert SamplingParams(top_n_sigma=-1.0, xtc_threshold=0.3, typical_p=0.5).used() == {"temperature", "typical_p"}
     assert SamplingParams(temperature=0, logit_bias={1: 1.0}, logprobs=0).used() == {"logit_bias", "logprobs"}
 
 

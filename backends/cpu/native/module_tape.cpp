@@ -110,6 +110,10 @@ SampleArrays sample_arrays(BoundTape& self) {
   in.temperature = self.take<float>(s, "temperature");
   in.top_p = self.take<float>(s, "top_p");
   in.min_p = self.take<float>(s, "min_p");
+  in.typical_p = self.take<float>(s, "typical_p");
+  in.top_n_sigma = self.take<float>(s, "top_n_sigma");
+  in.xtc_probability = self.take<float>(s, "xtc_probability");
+  in.xtc_threshold = self.take<float>(s, "xtc_threshold");
   in.repetition = self.take<float>(s, "repetition");
   in.presence = self.take<float>(s, "presence");
   in.frequency = self.take<float>(s, "frequency");

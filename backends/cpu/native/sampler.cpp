@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <utility>
 
 namespace trivium {
 namespace {
@@ -12,6 +13,7 @@ namespace {
 // exp(-28) * 2^40 < 1: such a candidate has the weight 0.
 constexpr float kVanishing = -28.0f;
 constexpr int kFractionBits = 31;
+constexpr float kGone = -std::numeric_limits<float>::infinity();
 // So many candidates are brought into order at a time; most draws end among the first.
 constexpr int64_t kSorted = 512;
 
@@ -57,11 +59,14 @@ int64_t argmax(const Kernels& kernels, const float* x, int64_t n) {
 // exp(d) for -28 < d <= 0 by the published sequence of float32 operations (ops/sample.py, exp_weights): this file is built
 // without contraction, so each product and each sum is rounded by itself.
 inline float exp_fixed(float d) {
-  const float k = std::floor(d * 1.44269504f + 0.5f);
+  const float scaled = d * 1.44269504f + 0.5f;
+  const auto whole = static_cast<int32_t>(scaled);
+  const int32_t power = whole - (static_cast<float>(whole) > scaled);  // the floor, without a call that can't be vectorised
+  const auto k = static_cast<float>(power);
   const float r = (d - k * 0.693359375f) - k * -2.12194440e-4f;
   float p = 1.0f / 5040;
   for (const float coefficient : {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f}) p = p * r + coefficient;
-  return p * std::bit_cast<float>((static_cast<int32_t>(k) + 127) << 23);
+  return p * std::bit_cast<float>((power + 127) << 23);
 }
 
 inline int64_t weight(float e) { return static_cast<int64_t>(e * 0x1p40f); }
@@ -100,7 +105,7 @@ void apply_penalties(float* x, int64_t row, const SampleArrays& in) {
 
 void apply_mask(float* x, const uint32_t* mask, int64_t vocab) {
   for (int64_t i = 0; i < vocab; ++i) {
-    if (!(mask[i / 32] >> (i % 32) & 1)) x[i] = -std::numeric_limits<float>::infinity();
+    if (!(mask[i / 32] >> (i % 32) & 1)) x[i] = kGone;
   }
 }
 
@@ -113,6 +118,47 @@ const float* adjust(const float* x, int64_t row, const SampleArrays& in, int64_t
   for (int32_t i = in.bias_starts[row]; i < in.bias_starts[row + 1]; ++i) edited[in.bias_ids[i]] += in.bias[i];
   if (in.mask != nullptr) apply_mask(edited, in.mask + row * in.mask_words, vocab);
   return edited;
+}
+
+// The weight that a prefix must reach: a float32 fraction of the total, at least 1.
+int64_t share(int64_t total, float fraction) { return std::max<int64_t>(part(total, static_cast<int64_t>(fraction * 0x1p31f)), 1); }
+
+// Stage 7: d becomes -inf where x is too many standard deviations below the greatest.
+void keep_near_the_top(const Kernels& kernels, const float* x, float sigmas, float* d, int64_t vocab) {
+  const float peak = kernels.max(x, vocab);
+  const auto gap = [&](int64_t i) { return static_cast<int64_t>(std::min(peak - x[i], 512.0f) * 4096.0f); };
+  int64_t count = 0, sum = 0, squares = 0;
+  for (int64_t i = 0; i < vocab; ++i) {
+    count += x[i] > kGone;
+    sum += x[i] > kGone ? gap(i) : 0;
+  }
+  const int64_t mean = sum / count;
+  for (int64_t i = 0; i < vocab; ++i) squares += x[i] > kGone ? (gap(i) - mean) * (gap(i) - mean) : 0;
+  // Below 2^42, so that the root of the double has the integer part of the exact one.
+  const auto deviation = static_cast<int64_t>(std::sqrt(static_cast<double>(squares / count)));
+  const int64_t limit = deviation * static_cast<int64_t>(sigmas * 0x1p16f) >> 16;
+  for (int64_t i = 0; i < vocab; ++i) d[i] = gap(i) <= limit ? d[i] : kGone;
+}
+
+// Stage 9: d becomes -inf where the surprise is too far from the entropy.
+void keep_typical(float* d, int64_t vocab, float typical_p, uint64_t* keys) {
+  const auto surprise = [&](int64_t i) { return static_cast<int64_t>(d[i] * -65536.0f); };
+  int64_t total = 0, parts = 0, moment = 0, count = 0;
+  for (int64_t i = 0; i < vocab; ++i) total += d[i] > kVanishing ? weight(exp_fixed(d[i])) : 0;
+  const int shift = std::max(static_cast<int>(std::bit_width(static_cast<uint64_t>(total))) - 41, 0);
+  for (int64_t i = 0; i < vocab; ++i) {
+    if (!(d[i] > kVanishing)) continue;
+    const int64_t v = weight(exp_fixed(d[i])) >> shift;
+    parts += v;
+    moment += v * surprise(i);
+    keys[count++] = static_cast<uint64_t>(i);
+  }
+  const int64_t mean = moment / parts, target = share(total, typical_p);
+  for (int64_t i = 0; i < count; ++i) keys[i] |= static_cast<uint64_t>(std::abs(surprise(id_of(keys[i])) - mean)) << 32;
+  LazyOrder order(keys, count);
+  int64_t end = 0;
+  for (int64_t sum = 0; end < count && sum < target; ++end) sum += weight(exp_fixed(d[order.at(end)]));
+  for (; end < count; ++end) d[id_of(keys[end])] = kGone;
 }
 
 // The last key, in order, that top_k and top_p let stay.
@@ -129,7 +175,7 @@ uint64_t last_key(const float* d, int64_t vocab, int64_t top_k, float top_p, uin
   if (top_p >= 1) return *std::max_element(keys, keys + count);
   int64_t total = 0;
   for (int64_t i = 0; i < count; ++i) total += weight(exp_fixed(d[id_of(keys[i])]));
-  const int64_t target = std::max<int64_t>(part(total, static_cast<int64_t>(top_p * 0x1p31f)), 1);
+  const int64_t target = share(total, top_p);
   LazyOrder order(keys, count);
   int64_t last = 0, sum = 0;
   for (int64_t end = 0; end < count && sum < target; ++end) {
@@ -139,26 +185,53 @@ uint64_t last_key(const float* d, int64_t vocab, int64_t top_k, float top_p, uin
   return sort_key(d[last], last);
 }
 
-// Stages 6 to 10 of a row with a temperature.
+// Stage 12: of the weights that reach the threshold only the least likely stays. Returns what the others weighed.
+int64_t exclude_top(const float* d, int64_t vocab, int64_t threshold, int64_t* weights) {
+  int64_t last = -1, gone = 0;
+  for (int64_t i = 0; i < vocab; ++i) {
+    if (weights[i] < threshold) continue;
+    const int64_t other = last < 0 || d[i] <= d[last] ? std::exchange(last, i) : i;
+    if (other < 0) continue;
+    gone += weights[other];
+    weights[other] = 0;
+  }
+  return gone;
+}
+
+// Stages 6 to 13 of a row with a temperature.
 int64_t draw_from(const Kernels& kernels, const float* x, int64_t row, const SampleArrays& in, int64_t vocab, const Scratch& scratch) {
-  const float temperature = in.temperature[row], top_p = in.top_p[row], min_p = in.min_p[row];
-  float* d = scratch.y;
+  const float temperature = in.temperature[row], top_p = in.top_p[row], typical_p = in.typical_p[row];
+  float *d = scratch.y, min_e = in.min_p[row];
+  int64_t top_k = in.top_k[row];
   for (int64_t i = 0; i < vocab; ++i) d[i] = x[i] / temperature;
   const float peak = kernels.max(d, vocab);
   if (!std::isfinite(peak)) return argmax(kernels, x, vocab);
   for (int64_t i = 0; i < vocab; ++i) d[i] -= peak;
-  const bool all = in.top_k[row] <= 0 && top_p >= 1;
-  const uint64_t last = all ? std::numeric_limits<uint64_t>::max() : last_key(d, vocab, in.top_k[row], top_p, scratch.keys);
+  if (in.top_n_sigma[row] > 0) keep_near_the_top(kernels, x, in.top_n_sigma[row], d, vocab);
+  if (typical_p < 1) {
+    if (top_k > 0) {
+      const uint64_t last = last_key(d, vocab, std::exchange(top_k, 0), 1, scratch.keys);
+      for (int64_t i = 0; i < vocab; ++i) d[i] = sort_key(d[i], i) <= last ? d[i] : kGone;
+    }
+    keep_typical(d, vocab, typical_p, scratch.keys);
+    min_e *= exp_fixed(kernels.max(d, vocab));
+  }
+  const bool all = top_k <= 0 && top_p >= 1;
+  const uint64_t last = all ? std::numeric_limits<uint64_t>::max() : last_key(d, vocab, top_k, top_p, scratch.keys);
   // The keys are no longer needed: their place takes the weights of those that stay, 0 for the others.
   int64_t* weights = reinterpret_cast<int64_t*>(scratch.keys);
   int64_t total = 0;
   for (int64_t i = 0; i < vocab; ++i) {
     const float e = exp_fixed(std::max(d[i], kVanishing));
-    const bool stays = d[i] > kVanishing && e >= min_p && (all || sort_key(d[i], i) <= last);
+    const bool stays = d[i] > kVanishing && e >= min_e && (all || sort_key(d[i], i) <= last);
     weights[i] = stays ? weight(e) : 0;
     total += weights[i];
   }
-  const int64_t target = part(total, uniform(in.seed[row], in.position[row]));
+  const uint64_t seed = in.seed[row];
+  const int64_t position = in.position[row];
+  if (in.xtc_probability[row] > 0 && uniform(seed, position, 2) < static_cast<int64_t>(in.xtc_probability[row] * 0x1p31f))
+    total -= exclude_top(d, vocab, share(total, in.xtc_threshold[row]), weights);
+  const int64_t target = part(total, uniform(seed, position));
   int64_t id = 0;
   for (int64_t sum = weights[0]; sum <= target; sum += weights[++id]) {
   }
@@ -190,9 +263,9 @@ void report(const Kernels& kernels, const float* x, int64_t row, int64_t chosen,
 
 }  // namespace
 
-int64_t uniform(uint64_t seed, int64_t position) {
+int64_t uniform(uint64_t seed, int64_t position, uint32_t stream) {
   const uint64_t at = static_cast<uint64_t>(position);
-  uint32_t c[4] = {static_cast<uint32_t>(at), static_cast<uint32_t>(at >> 32), 0, 0};
+  uint32_t c[4] = {static_cast<uint32_t>(at), static_cast<uint32_t>(at >> 32), 0, stream};
   uint32_t k0 = static_cast<uint32_t>(seed), k1 = static_cast<uint32_t>(seed >> 32);
   for (int round = 0; round < 10; ++round) {
     const uint64_t p0 = uint64_t{0xD2511F53} * c[0], p1 = uint64_t{0xCD9E8D57} * c[2];

@@ -11,7 +11,8 @@ namespace trivium {
 
 // SampleInputs (ops/batch.py); mask may be null. `mask_words` words a row.
 struct SampleArrays {
-  const float *temperature = nullptr, *top_p = nullptr, *min_p = nullptr, *repetition = nullptr, *presence = nullptr, *frequency = nullptr;
+  const float *temperature = nullptr, *top_p = nullptr, *min_p = nullptr, *typical_p = nullptr, *top_n_sigma = nullptr;
+  const float *xtc_probability = nullptr, *xtc_threshold = nullptr, *repetition = nullptr, *presence = nullptr, *frequency = nullptr;
   const int32_t* top_k = nullptr;
   const uint64_t* seed = nullptr;
   const int64_t* position = nullptr;
@@ -34,8 +35,8 @@ struct SampledArrays {
   int64_t alternatives = 0;
 };
 
-// The draw for a token: 31 bits, from Philox4x32-10 keyed by the seed at the position.
-int64_t uniform(uint64_t seed, int64_t position);
+// A draw for a token: 31 bits, from Philox4x32-10 keyed by the seed at the position. Stream 0 chooses the token, 2 decides about XTC.
+int64_t uniform(uint64_t seed, int64_t position, uint32_t stream = 0);
 
 class Sampler {
 public:

@@ -33,7 +33,10 @@ def large_cases() -> Iterator[tuple[str, Case]]:
     rng = np.random.default_rng(SEED)
     filters: dict[str, dict[str, Any]] = {
         "no filter": {}, "top_k 50": {"top_k": 50}, "top_p 0.95": {"top_p": 0.95}, "min_p 0.02": {"min_p": 0.02},
-        "all filters": {"top_k": 1000, "top_p": 0.9, "min_p": 0.001}, "greedy": {"temperature": 0.0},
+        "typical_p 0.8": {"typical_p": 0.8}, "top_n_sigma 1.5": {"top_n_sigma": 1.5},
+        "XTC": {"xtc_probability": 0.5, "xtc_threshold": 0.001},
+        "all filters": {"top_k": 1000, "top_p": 0.9, "min_p": 0.001, "typical_p": 0.95, "top_n_sigma": 3, "xtc_probability": 0.5},
+        "greedy": {"temperature": 0.0},
     }  # fmt: skip
     for name, chosen in filters.items():
         spread = np.array([[0.5], [2], [5], [1]], np.float32)
@@ -47,7 +50,9 @@ def used(inputs: SampleInputs) -> frozenset[str]:
     drawn = np.asarray(inputs.temperature) > 0
     asked = {
         "temperature": drawn, "seed": drawn, "top_k": drawn & (inputs.top_k > 0), "top_p": drawn & (inputs.top_p < 1),
-        "min_p": drawn & (inputs.min_p > 0), "repetition_penalty": inputs.repetition != 1,
+        "min_p": drawn & (inputs.min_p > 0), "typical_p": drawn & (inputs.typical_p < 1),
+        "top_n_sigma": drawn & (inputs.top_n_sigma > 0), "xtc_probability": drawn & (inputs.xtc_probability > 0),
+        "repetition_penalty": inputs.repetition != 1,
         "presence_penalty": inputs.presence != 0, "frequency_penalty": inputs.frequency != 0, "logit_bias": inputs.bias_ids >= 0,
         "allowed_token_ids": inputs.mask is not None, "logprobs": inputs.top_logprobs >= 0,
         "prompt_logprobs": inputs.score_ids >= 0,

@@ -19,6 +19,7 @@ class SampleInputs:
     """How each sampled row is turned into a token (see ops.sample for the exact pipeline). R rows, CSR lists where ragged.
 
     temperature, top_p, min_p: float32[R]; top_k: int32[R], 0 = off. temperature 0 = greedy.
+    typical_p, top_n_sigma, xtc_probability, xtc_threshold: float32[R]; off: typical_p 1, the others 0.
     seed: uint64[R]; position: int64[R], the index of the token to be made (the random counter).
     repetition, presence, frequency: float32[R], neutral 1, 0, 0.
     seen_starts: int32[R+1], seen_ids: int32[S], seen_counts: int32[S]: distinct ids of prompt and output of the rows that have
@@ -33,6 +34,10 @@ class SampleInputs:
     top_k: I32
     top_p: F32
     min_p: F32
+    typical_p: F32
+    top_n_sigma: F32
+    xtc_probability: F32
+    xtc_threshold: F32
     seed: U64
     position: I64
     repetition: F32

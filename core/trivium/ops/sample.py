@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -41,14 +42,15 @@ def _halves(x: U64) -> tuple[U32, U32]:
     return (x & _LOW).astype(np.uint32), (x >> _SHIFT).astype(np.uint32)
 
 
-def uniform(seed: U64, position: I64) -> I64:
-    """The draw for a token: int64[R] in [0, 2**31), from seed uint64[R] and position int64[R] alone.
+def uniform(seed: U64, position: I64, stream: int = 0) -> I64:
+    """A draw for a token: int64[R] in [0, 2**31), from seed uint64[R], position int64[R] and the draw's purpose alone.
 
-    Philox key = (seed low, seed high), counter = (position low, position high, 0, 0), u = first word >> 1.
+    Philox key = (seed low, seed high), counter = (position low, position high, 0, stream), u = first word >> 1. Streams: 0 chooses
+    the token, 2 decides about XTC (1 is derive_seed's).
     """
     low, high = _halves(position.astype(np.uint64))
-    zero = np.zeros_like(low)
-    words = philox4x32(np.stack([low, high, zero, zero], axis=-1), np.stack(_halves(seed.astype(np.uint64)), axis=-1))
+    counter = np.stack([low, high, np.zeros_like(low), np.full_like(low, stream)], axis=-1)
+    words = philox4x32(counter, np.stack(_halves(seed.astype(np.uint64)), axis=-1))
     return (words[..., 0] >> np.uint32(1)).astype(np.int64)
 
 
@@ -68,6 +70,10 @@ def exp_weights(d: F32) -> tuple[F32, I64]:
     return e, np.ldexp(e, 40).astype(np.int64)
 
 
+def _fixed(fraction: np.float32) -> int:
+    return int(fraction * np.float32(2**_FRACTION_BITS))
+
+
 def _part(total: int, fraction: int) -> int:
     """floor(total * fraction / 2**31); a 64-bit integer holds every step if it is computed in two halves."""
     return (total * fraction) >> _FRACTION_BITS
@@ -84,9 +90,10 @@ def derive_seed(seed: int, index: int) -> int:
 
 def plain_inputs(rows: int, **fields: Any) -> SampleInputs:
     """SampleInputs of `rows` greedy rows without penalties, biases or logprobs; `fields` replaces some (scalars are repeated)."""
-    types = {"temperature": "f4", "top_p": "f4", "min_p": "f4", "top_k": "i4", "seed": "u8", "position": "i8",
-             "repetition": "f4", "presence": "f4", "frequency": "f4", "score_ids": "i4"}  # fmt: skip
-    neutral = {"top_p": 1.0, "repetition": 1.0, "score_ids": -1}
+    types = {"temperature": "f4", "top_p": "f4", "min_p": "f4", "typical_p": "f4", "top_n_sigma": "f4", "xtc_probability": "f4",
+             "xtc_threshold": "f4", "top_k": "i4", "seed": "u8", "position": "i8", "repetition": "f4", "presence": "f4",
+             "frequency": "f4", "score_ids": "i4"}  # fmt: skip
+    neutral = {"top_p": 1.0, "typical_p": 1.0, "repetition": 1.0, "score_ids": -1}
     made: dict[str, Any] = {
         name: np.array(np.broadcast_to(np.asarray(fields.pop(name, neutral.get(name, 0)), dtype), rows))
         for name, dtype in types.items()
@@ -137,27 +144,70 @@ def largest(values: F32, k: int) -> npt.NDArray[np.intp]:
     return (np.sort(_sort_keys(values[ids], ids)) & _LOW).astype(np.intp)
 
 
-def _draw(x: F32, temperature: np.float32, top_k: int, top_p: np.float32, min_p: np.float32, u: int) -> int:
-    """Stages 6 to 10 for one row x[vocab] with temperature > 0."""
+class _Left(NamedTuple):
+    """The candidates that stay, ids ascending, with d, e and w as in sample()."""
+
+    ids: npt.NDArray[np.intp]
+    d: F32
+    e: F32
+    w: I64
+
+    def keep(self, where: npt.NDArray[Any]) -> _Left:
+        return _Left(*(column[where] for column in self))
+
+    def prefix(self, order: npt.NDArray[np.intp], fraction: np.float32) -> _Left:
+        """The shortest prefix of `order` that has at least `fraction` of the weight."""
+        sums = np.cumsum(self.w[order])
+        target = max(_part(int(sums[-1]), _fixed(fraction)), 1)
+        return self.keep(np.sort(order[: int(np.searchsorted(sums, target)) + 1]))
+
+    def by_typicality(self) -> npt.NDArray[np.intp]:
+        surprise = np.floor(self.d * np.float32(-(2**16))).astype(np.int64)
+        v = self.w >> max(int(self.w.sum()).bit_length() - 41, 0)
+        return np.abs(surprise - (v * surprise).sum() // v.sum()).argsort(kind="stable")
+
+    def exclude_top(self, threshold: np.float32) -> _Left:
+        top = np.flatnonzero(self.w >= max(_part(int(self.w.sum()), _fixed(threshold)), 1))
+        stays = np.ones(len(self.w), bool)
+        stays[top[largest(self.d[top], len(top))[:-1]]] = False
+        return self.keep(stays)
+
+
+def _near_the_top(x: F32, sigmas: np.float32) -> npt.NDArray[np.bool_]:
+    """Stage 7 on all logits of a row."""
+    gap = np.floor(np.minimum(x.max() - x, np.float32(512)) * np.float32(4096)).astype(np.int64)
+    real = gap[x > -np.inf]
+    variance = ((real - real.sum() // len(real)) ** 2).sum() // len(real)
+    return gap <= math.isqrt(int(variance)) * int(sigmas * np.float32(2**16)) >> 16
+
+
+def _draw(x: F32, inputs: SampleInputs, row: int, u: int) -> int:
+    """Stages 6 to 13 for x[vocab], the edited logits of a row with temperature > 0."""
     with np.errstate(over="ignore"):
-        y = x / temperature
+        y = x / inputs.temperature[row]
     peak = y.max()
     if not np.isfinite(peak):
         return int(x.argmax())
     d = y - peak
-    kept = np.flatnonzero(d > _VANISHING)
-    d = d[kept]
-    e, weights = exp_weights(d)
-    if 0 < top_k < len(kept) or top_p < 1:
-        order = largest(d, top_k or len(kept))
-        if top_p < 1:
-            sums = np.cumsum(weights[order])
-            target = max(_part(int(sums[-1]), int(top_p * np.float32(2**_FRACTION_BITS))), 1)
-            order = order[: int(np.searchsorted(sums, target)) + 1]
-        order.sort()
-        kept, e, weights = kept[order], e[order], weights[order]
-    sums = np.cumsum(np.where(e >= min_p, weights, 0))
-    return int(kept[np.searchsorted(sums, _part(int(sums[-1]), u), side="right")])
+    stays = d > _VANISHING
+    if inputs.top_n_sigma[row] > 0:
+        stays &= _near_the_top(x, inputs.top_n_sigma[row])
+    ids = np.flatnonzero(stays)
+    left = _Left(ids, d[ids], *exp_weights(d[ids]))
+    if 0 < inputs.top_k[row] < len(ids):
+        left = left.keep(np.sort(largest(left.d, int(inputs.top_k[row]))))
+    if inputs.typical_p[row] < 1:
+        left = left.prefix(left.by_typicality(), inputs.typical_p[row])
+    if inputs.top_p[row] < 1:
+        left = left.prefix(largest(left.d, len(left.d)), inputs.top_p[row])
+    if inputs.min_p[row] > 0:
+        left = left.keep(left.e >= inputs.min_p[row] * left.e[left.d.argmax()])
+    if inputs.xtc_probability[row] > 0:
+        at = slice(row, row + 1)
+        if uniform(inputs.seed[at], inputs.position[at], 2)[0] < _fixed(inputs.xtc_probability[row]):
+            left = left.exclude_top(inputs.xtc_threshold[row])
+    sums = np.cumsum(left.w)
+    return int(left.ids[np.searchsorted(sums, _part(int(sums[-1]), u), side="right")])
 
 
 def _report(logits: F32, ids: I32, k: int) -> Sampled:
@@ -182,12 +232,18 @@ def _cases(rng: np.random.Generator) -> Iterator[Case]:
         logits[:, vocab:] = 50.0
         draw = {"seed": rng.integers(0, 2**64, rows, np.uint64), "position": rng.integers(0, 2**40, rows), "temperature": 0.8}
         stages: list[dict[str, Any]] = [{}, {"top_k": rng.integers(0, 200, rows)}, {"top_p": rng.uniform(0.05, 1, rows)},
-                                        {"min_p": rng.uniform(0, 1, rows)}, _edits(rng, rows, vocab)]  # fmt: skip
+                                        {"min_p": rng.uniform(0, 1, rows)}, {"typical_p": rng.uniform(0.05, 1, rows)},
+                                        {"top_n_sigma": rng.uniform(0, 2, rows)}, _xtc(rng, rows),
+                                        _edits(rng, rows, vocab)]  # fmt: skip
         mixed = {k: v for stage in stages for k, v in stage.items()} | {"temperature": rng.choice([0, 0.3, 1, 2], rows)}
         score = np.where(np.arange(rows) % 2, -1, rng.integers(0, vocab, rows))
         logprobs = {"top_logprobs": 5, "score_ids": score}
         for stage in ({"temperature": 0}, *stages, mixed, mixed | logprobs):
             yield Case((logits, plain_inputs(rows, **draw | stage)), {"vocab_size": vocab})
+
+
+def _xtc(rng: np.random.Generator, rows: int) -> dict[str, Any]:
+    return {"xtc_probability": rng.choice([0.3, 0.7, 1], rows), "xtc_threshold": rng.uniform(0, 0.3, rows)}
 
 
 def _edits(rng: np.random.Generator, rows: int, vocab: int) -> dict[str, Any]:
@@ -217,16 +273,25 @@ def sample(logits: F32, inputs: SampleInputs, *, vocab_size: int) -> Sampled:
        count > 0, x = x - presence. float32; count is converted to float32.
     3. For each (id, bias): x = x + bias, float32 (-inf bans).
     4. If there is a mask: x = -inf where its bit is 0.
-    5. If score_ids >= 0 that is the id. If temperature is 0 the id is the first in order: stages 6 to 10 don't take place.
+    5. If score_ids >= 0 that is the id. If temperature is 0 the id is the first in order: stages 6 to 13 don't take place.
     6. y = x / temperature, float32; m = max(y). If m is infinite, the id is chosen as in 5 (from x). d = y - m, float32. Ids with
        d <= -28 are gone. (e, w) = exp_weights(d), see there: from here on all sums are of int64, so no order of adding matters.
-    7. If top_k > 0, only the first top_k in order of d stay (all, if there are fewer).
-    8. If top_p < 1: with W = sum of the w that stay and T = max(1, part(W, floor(top_p * 2**31))), only the shortest prefix in
-       order of d whose w add up to at least T stays. part(a, f) = floor(a * f / 2**31).
-    9. Only those with e >= min_p (float32) stay.
-    10. With W = sum of the w that stay now and u = uniform(seed, position), the id is the first, ids ascending, at which the sum
+    7. If top_n_sigma > 0 (Tang, Liu, Xu, Huang, "Top-n sigma: not all logits are you need", 2024; temperature makes no difference):
+       g = floor(min(max(x) - x, 512) * 4096), an integer, for each of the n ids of x > -inf; a = floor(sum(g) / n), v =
+       floor(sum((g - a)**2) / n). Only ids with g <= floor(floor(sqrt(v)) * floor(top_n_sigma * 2**16) / 2**16) stay.
+    8. If top_k > 0, only the first top_k in order of d stay (all, if there are fewer).
+    9. If typical_p < 1 (Meister, Pimentel, Wiher, Cotterell, "Locally typical sampling", TACL 2023; the normaliser cancels out of
+       the distance of a surprise from the entropy): D = floor(-d * 2**16); W = sum of the w that stay; v = w >> max(0, bits of W
+       - 41); a = floor(sum(v * D) / sum(v)). In order of abs(D - a) ascending, at equal values id ascending, only the shortest
+       prefix whose w add up to at least max(1, part(W, floor(typical_p * 2**31))) stays. part(a, f) = floor(a * f / 2**31).
+    10. If top_p < 1: likewise the shortest prefix in order of d, with W = sum of the w that stay now.
+    11. Only those with e >= min_p * (e of the first in order of those that stay), float32, stay.
+    12. If xtc_probability > 0 and uniform(seed, position, 2) < floor(xtc_probability * 2**31) (XTC, "exclude top choices", first in
+        text-generation-webui): of the ids with w >= max(1, part(W, floor(xtc_threshold * 2**31))) only the last in order stays.
+    13. With W = sum of the w that stay now and u = uniform(seed, position), the id is the first, ids ascending, at which the sum
         of the w that stay exceeds part(W, u).
 
+    The stages follow each other as in llama.cpp, but for the temperature, which comes first as in vLLM and Transformers.
     Nothing here depends on a library's exp or on the order of a sum: backends that are given the same logits give the same ids.
     """
     x = np.asarray(logits[:, :vocab_size], np.float32)
@@ -236,7 +301,6 @@ def sample(logits: F32, inputs: SampleInputs, *, vocab_size: int) -> Sampled:
     if len(drawn):
         u = uniform(inputs.seed[drawn], inputs.position[drawn])
         for row, chance in zip(drawn, u, strict=True):
-            filters = inputs.temperature[row], int(inputs.top_k[row]), inputs.top_p[row], inputs.min_p[row]
-            ids[row] = _draw(edited[row], *filters, int(chance))
+            ids[row] = _draw(edited[row], inputs, int(row), int(chance))
     ids = np.where(inputs.score_ids >= 0, inputs.score_ids, ids)
     return Sampled(ids) if inputs.top_logprobs < 0 else _report(x, ids, inputs.top_logprobs)

@@ -38,6 +38,10 @@ _RANGES: Mapping[str, _Range] = {
     "top_p": _Range(float, 0, 1, open_low=True),
     "top_k": _Range(int, -1, math.inf),
     "min_p": _Range(float, 0, 1),
+    "typical_p": _Range(float, 0, 1, open_low=True),
+    "top_n_sigma": _Range(float, -1, 1000),
+    "xtc_probability": _Range(float, 0, 1),
+    "xtc_threshold": _Range(float, 0, 1),
     "seed": _Range(int, -(2**63), 2**64 - 1, optional=True),
     "max_tokens": _Range(int, 0, _LARGEST, optional=True),
     "min_tokens": _Range(int, 0, _LARGEST),
@@ -45,7 +49,7 @@ _RANGES: Mapping[str, _Range] = {
     "prompt_logprobs": _Range(int, -1, _LARGEST, optional=True),
 }
 _FLAGS = ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output")
-_ONLY_WHEN_DRAWN = ("top_k", "top_p", "min_p", "seed")
+_ONLY_WHEN_DRAWN = ("top_k", "top_p", "min_p", "typical_p", "top_n_sigma", "xtc_probability", "seed")
 BACKEND_PARAMS = (
     "temperature", *_ONLY_WHEN_DRAWN, "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias",
     "allowed_token_ids", "bad_words", "min_tokens", "logprobs", "prompt_logprobs",
@@ -105,7 +109,8 @@ class SamplingParams:
 
     n: samples a prompt, 1..128; sample i > 0 draws from a seed derived from `seed` and i.
     temperature: 0 = greedy. top_k: -1 or 0 = off; larger than the vocabulary = off. top_p, min_p, repetition_penalty,
-    presence_penalty, frequency_penalty, logit_bias (-100..100): see ops.sample. seed: None = drawn at arrival.
+    presence_penalty, frequency_penalty, logit_bias (-100..100), typical_p, top_n_sigma (up to 0 = off), xtc_probability (0 = off),
+    xtc_threshold: see ops.sample. seed: None = drawn at arrival.
     stop: strings at whose first occurrence in the decoded text the output ends, before the match unless
     include_stop_str_in_output. stop_token_ids end the output too. ignore_eos: the model's own end tokens do not.
     bad_words: texts that the output can't contain as tokens. allowed_token_ids: only these can be sampled.
@@ -121,6 +126,10 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+    typical_p: float = 1.0
+    top_n_sigma: float = 0.0
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
     seed: int | None = None
     stop: Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
@@ -167,7 +176,8 @@ class SamplingParams:
     def used(self) -> frozenset[str]:
         """Those of BACKEND_PARAMS that change what the sampler must do; what greedy decoding ignores does not count."""
         defaults = {f.name: f.default for f in fields(self)} | {"temperature": 0.0, "bad_words": ()}
-        idle = _ONLY_WHEN_DRAWN if self.temperature == 0 else ("top_k",) if self.top_k <= 0 else ()
+        idle = {name for name in ("top_k", "top_n_sigma") if getattr(self, name) <= 0}
+        idle |= set(_ONLY_WHEN_DRAWN) if self.temperature == 0 else set()
         return frozenset(name for name in BACKEND_PARAMS if name not in idle and getattr(self, name) != defaults[name])
 
     def check_supported(self, supported: frozenset[str] | None, backend: str, reasons: Mapping[str, str]) -> None:

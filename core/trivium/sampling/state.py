@@ -22,7 +22,8 @@ Row = tuple["SamplerState", int, int]
 Pairs = tuple[I32, npt.NDArray[Any]]
 Mask = npt.NDArray[np.uint32]
 _ROW = np.dtype([
-    ("temperature", "f4"), ("top_k", "i4"), ("top_p", "f4"), ("min_p", "f4"), ("seed", "u8"),
+    ("temperature", "f4"), ("top_k", "i4"), ("top_p", "f4"), ("min_p", "f4"), ("typical_p", "f4"), ("top_n_sigma", "f4"),
+    ("xtc_probability", "f4"), ("xtc_threshold", "f4"), ("seed", "u8"),
     ("repetition", "f4"), ("presence", "f4"), ("frequency", "f4"),
 ])  # fmt: skip
 
@@ -93,9 +94,10 @@ class SamplerState:
         self._tail: deque[int] = deque(maxlen=max((len(word) - 1 for word in self._bad_words), default=0))
         self._fixed_bias = _bias_arrays(params.logit_bias, ())
         self._next_bias: tuple[Pairs | None] | None = None
-        top_k = min(max(params.top_k, 0), vocab_size)
-        row = (params.temperature, top_k, params.top_p, params.min_p, self.seed, *penalties)
-        self.packed = np.array([row], _ROW).tobytes()
+        plain = {name: getattr(params, name, 0) for name in _ROW.names or ()}
+        clean = {"top_k": min(max(params.top_k, 0), vocab_size), "seed": self.seed}
+        clean |= zip(("repetition", "presence", "frequency"), penalties, strict=True)
+        self.packed = np.array([tuple((plain | clean).values())], _ROW).tobytes()
         self.bias()
 
     def append(self, token: int) -> None:
