@@ -1,0 +1,214 @@
+"""How each family writes tool calls and reasoning: what its published chat template or documentation says."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+from trivium.errors import InvalidRequestError
+
+ARGUMENTS = ("arguments", "parameters")
+"""Keys under which a call in JSON holds its arguments."""
+Schemas = Mapping[str, Mapping[str, Any]]
+"""The JSON schema of each tool's parameters, by the tool's name."""
+Convert = Callable[[str, Schemas], Iterable[tuple[str, dict[str, Any]]]]
+"""The body of one or more calls to names and arguments; raises ValueError, SyntaxError and their kin for what is none."""
+
+
+class CallForm(NamedTuple):
+    """One way to write calls. open: the marker before them; bare: there is none, a call begins with `open` itself, at the start of
+    an answer. Then JSON objects with name and arguments, in a list or not; or, with `head` (a pattern whose group 1 is the name),
+    a name and bare arguments in JSON; or, with `convert`, something else, which begins with `begin` and ends at closes[0] (bare: at
+    its closing bracket). closes: markers that may follow, in this order."""
+
+    open: str
+    closes: tuple[str, ...] = ()
+    head: str = ""
+    convert: Convert | None = None
+    begin: str = ""
+    bare: bool = False
+
+
+class ToolSyntax(NamedTuple):
+    """A family's calls. signs: what in a chat template or architecture's name shows the family. drops: markers without meaning for
+    the reader. tokens: further special tokens that `head` and `convert` must see."""
+
+    signs: tuple[str, ...]
+    forms: tuple[CallForm, ...]
+    drops: tuple[str, ...] = ()
+    tokens: tuple[str, ...] = ()
+
+    def markers(self) -> list[str]:
+        """All texts whose special tokens must not be hidden from the parser."""
+        return [*self.drops, *self.tokens, *(text for form in self.forms for text in (form.open, *form.closes))]
+
+
+class ReasoningSyntax(NamedTuple):
+    """A family's reasoning. anywhere: it may begin again behind content."""
+
+    signs: tuple[str, ...]
+    opens: tuple[str, ...]
+    closes: tuple[str, ...]
+    anywhere: bool = False
+    drops: tuple[str, ...] = ()
+
+    def markers(self) -> list[str]:
+        """As ToolSyntax.markers."""
+        return [*self.opens, *self.closes, *self.drops]
+
+    def opened_by(self, prompt: str) -> bool:
+        """Whether the prompt ends with an opening marker, so that the answer begins inside reasoning."""
+        return prompt.rstrip().endswith(tuple(open_.rstrip() for open_ in self.opens))
+
+
+def _pythonic(body: str, schemas: Schemas) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Python calls with keyword arguments and literal values, in a list or one a line; true, false and null count as literals."""
+    for statement in ast.parse(body.strip()).body:
+        value = statement.value if isinstance(statement, ast.Expr) else statement
+        for call in value.elts if isinstance(value, ast.List) else [value]:
+            if not isinstance(call, ast.Call) or call.args:
+                raise ValueError("not a call with keyword arguments")
+            literals = {word.arg: ast.literal_eval(_Literals().visit(word.value)) for word in call.keywords}
+            yield ast.unparse(call.func), {name: value for name, value in literals.items() if name}
+
+
+class _Literals(ast.NodeTransformer):
+    def visit_Name(self, node: ast.Name) -> ast.AST:
+        return ast.Constant({"true": True, "false": False, "null": None}[node.id])
+
+
+def _tagged(body: str, schemas: Schemas) -> Iterator[tuple[str, dict[str, Any]]]:
+    """<function=NAME><parameter=KEY>VALUE</parameter>…</function> (Qwen3-Coder)."""
+    head, *parts = body.strip().removesuffix("</function>").split("<parameter=")
+    name = head.strip().removeprefix("<function=").removesuffix(">").strip()
+    pairs = [part.partition(">")[::2] for part in parts]
+    yield name, {key.strip(): _typed(_until(value, "</parameter>"), schemas, name, key.strip()) for key, value in pairs}
+
+
+def _keyed(body: str, schemas: Schemas) -> Iterator[tuple[str, dict[str, Any]]]:
+    """NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>… (GLM 4.5)."""
+    head, *parts = body.split("<arg_key>")
+    name = head.strip()
+    pairs = [part.partition("</arg_key>")[::2] for part in parts]
+    values = {key.strip(): _until(value.lstrip().removeprefix("<arg_value>"), "</arg_value>") for key, value in pairs}
+    yield name, {key: _typed(value, schemas, name, key) for key, value in values.items()}
+
+
+def _until(text: str, close: str) -> str:
+    """The value before the last `close`, without the line break on either side."""
+    value, found, _ = text.rpartition(close)
+    if not found:
+        raise ValueError(f"{close} is missing")
+    return value.removeprefix("\n").removesuffix("\n")
+
+
+def _typed(value: str, schemas: Schemas, name: str, key: str) -> Any:
+    """A value as its schema's type wants it; text where that is a string, is not known, or does not fit."""
+    properties = schemas.get(name, {}).get("properties", {})
+    if properties.get(key, {}).get("type", "string") == "string":
+        return value
+    try:
+        return json.loads({"True": "true", "False": "false", "None": "null"}.get(value, value))
+    except ValueError:
+        return value
+
+
+def _quoted(body: str, schemas: Schemas, *, quote: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """call:NAME{KEY:VALUE,…}: JSON with bare keys, whose strings stand between two `quote` tokens (FunctionGemma, Gemma 4)."""
+    name, brace, rest = body.removeprefix("call:").partition("{")
+    parts = (brace + rest).split(quote)
+    plain = [re.sub(r"([{,]\s*)([^\s{},:\"]+)\s*:", r'\1"\2":', part) for part in parts[::2]]
+    texts = [*map(json.dumps, parts[1::2]), ""]
+    yield name.strip(), json.loads("".join(part for pair in zip(plain, texts, strict=True) for part in pair))
+
+
+_HARMONY = ("<|channel|>", "<|start|>assistant<|channel|>")
+_HARMONY_DROPS = (*(f"{a}{b}<|message|>" for a in _HARMONY for b in ("final", "commentary")), "<|end|>", "<|return|>")
+_NAME = r"\s*([\w.:/-]+)"
+_JSON = CallForm("{", bare=True)
+_LIST = CallForm("[", convert=_pythonic, bare=True)
+TOOLS: Mapping[str, ToolSyntax] = {
+    "harmony": ToolSyntax(
+        ("<|channel|>", "GptOss"),
+        tuple(
+            CallForm(f"{start} to=functions.", ("<|call|>", "<|end|>"), r"([^\s<]+)[^{]*<\|message\|>\s*")
+            for start in (*(f"{prefix}commentary" for prefix in _HARMONY), "<|start|>assistant")
+        ),
+        _HARMONY_DROPS,
+        ("<|constrain|>", "<|message|>"),
+    ),
+    "qwen3_coder": ToolSyntax(
+        ("<function=",), (CallForm("<tool_call>", ("</tool_call>",), convert=_tagged, begin="<function="),)
+    ),
+    "glm": ToolSyntax(("<arg_key>",), (CallForm("<tool_call>", ("</tool_call>",), convert=_keyed),), tokens=("<arg_key>",)),
+    "hermes": ToolSyntax(("<tool_call>",), (CallForm("<tool_call>", ("</tool_call>",)),)),
+    "mistral": ToolSyntax(
+        ("[TOOL_CALLS]",),
+        (CallForm("[TOOL_CALLS]", head=_NAME + r"(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*"),),
+        tokens=("[CALL_ID]", "[ARGS]"),
+    ),
+    "deepseek": ToolSyntax(
+        ("<｜tool▁call▁begin｜>",),
+        (
+            CallForm(
+                "<｜tool▁call▁begin｜>",
+                ("```", "<｜tool▁call▁end｜>"),
+                rf"(?:function<｜tool▁sep｜>)?{_NAME}\s*(?:<｜tool▁sep｜>|```json)?\s*",
+            ),
+        ),
+        ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+        ("<｜tool▁sep｜>",),
+    ),
+    "functiongemma": ToolSyntax(
+        ("<start_function_call>",),
+        (CallForm("<start_function_call>", ("<end_function_call>",), "", partial(_quoted, quote="<escape>"), "call:"),),
+        tokens=("<escape>",),
+    ),
+    "gemma4": ToolSyntax(
+        ("<|tool_call>",),
+        (CallForm("<|tool_call>", ("<tool_call|>",), "", partial(_quoted, quote='<|"|>'), "call:"),),
+        tokens=('<|"|>',),
+    ),
+    "granite": ToolSyntax(("<|tool_call|>",), (CallForm("<|tool_call|>", ("<|/tool_call|>",)),)),
+    "pythonic": ToolSyntax(
+        ("<|python_start|>",), (CallForm("<|python_start|>", ("<|python_end|>",), convert=_pythonic), _LIST)
+    ),
+    "llama3": ToolSyntax(("<|python_tag|>",), (CallForm("<|python_tag|>"), _JSON)),
+    "gemma": ToolSyntax(("Gemma2For", "Gemma3For"), (CallForm("```tool_code", ("```",), convert=_pythonic), _LIST, _JSON)),
+    "json": ToolSyntax((), (_JSON, CallForm("[", bare=True))),
+}
+"""By name, the surest sign first. "json": calls as bare JSON, for models whose template says nothing of calls."""
+_THINK = ReasoningSyntax(("<think>",), ("<think>",), ("</think>",))
+REASONING: Mapping[str, ReasoningSyntax] = {
+    "harmony": ReasoningSyntax(
+        ("<|channel|>", "GptOss"), tuple(f"{prefix}analysis<|message|>" for prefix in _HARMONY), ("<|end|>",), True, _HARMONY_DROPS
+    ),
+    "granite": ReasoningSyntax(
+        ("Here is my thought process", "<response>"),
+        ("Here is my thought process:", "Here's my thought process:", "<think>"),
+        ("Here is my response:", "Here's my response:", "</think>"),
+        drops=("<response>", "</response>"),
+    ),
+    "gemma4": ReasoningSyntax(("<|channel>",), ("<|channel>thought",), ("<channel|>",), True),
+    "mistral": ReasoningSyntax(("[THINK]",), ("[THINK]",), ("[/THINK]",)),
+    "seed_oss": ReasoningSyntax(("<seed:think>",), ("<seed:think>",), ("</seed:think>",)),
+    "think": _THINK,
+    "deepseek_r1": _THINK,
+    "qwen3": _THINK,
+}
+"""By name, the surest sign first."""
+_Syntax = TypeVar("_Syntax", ToolSyntax, ReasoningSyntax)
+
+
+def choose(table: Mapping[str, _Syntax], name: str | None, source: str, param: str) -> _Syntax | None:
+    """The syntax of that name; for "auto" the first that shows a sign in `source` (chat template and architecture); None for None.
+    InvalidRequestError, with the known names, for another name."""
+    if name == "auto":
+        return next((syntax for syntax in table.values() if any(sign in source for sign in syntax.signs)), None)
+    if name is None or name in table:
+        return table[name] if name else None
+    raise InvalidRequestError(f"{param} {name!r} is not known; possible are auto, None, {', '.join(table)}", param=param)
