@@ -11,14 +11,16 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from tqdm import tqdm
 
 from trivium.engine import AsyncEngine, Engine, EngineConfig, RequestOutput
 from trivium.engine.loader import LoadOptions, load
-from trivium.errors import BackendError, InvalidRequestError
+from trivium.errors import BackendError, InvalidRequestError, UnsupportedError
 from trivium.sampling import SamplingParams
+from trivium.text.reader import Reader, ToolUse
+from trivium.text.syntaxes import REASONING, TOOLS, choose
 
 Prompt = str | Sequence[int]
 """A text, or token ids."""
@@ -26,7 +28,20 @@ Message = Mapping[str, Any]
 """{"role": ..., "content": ...}."""
 Params = SamplingParams | Sequence[SamplingParams] | None
 """For all prompts, one for each, or None: the model's own (see default_params)."""
-_Request = tuple[list[int], SamplingParams]
+
+
+class _Request(NamedTuple):
+    """What the engine gets; `reader` for chats."""
+
+    ids: list[int]
+    params: SamplingParams
+    reader: Reader | None = None
+
+
+Tools = Sequence[Mapping[str, Any]] | None
+"""[{"type": "function", "function": {"name": ..., "description": ..., "parameters": JSON schema}}]."""
+ToolChoice = str | Mapping[str, Any] | None
+"""See ToolUse.of."""
 
 
 class _Opened(ABC):
@@ -50,6 +65,8 @@ class _Opened(ABC):
         seed: int | None = None,
         threads: int | None = None,
         backend_options: Mapping[str, Any] | None = None,
+        tool_parser: str | None = "auto",
+        reasoning_parser: str | None = "auto",
         progress: bool = True,
     ) -> None:
         """Loads a model; raises a TriviumError that says what was asked, what is possible and what to do.
@@ -59,9 +76,13 @@ class _Opened(ABC):
         best that loses nothing. block_size, num_kv_blocks: tokens a page and pages of the KV cache. max_num_seqs,
         max_num_batched_tokens: limits of one step (512 tokens, if the backend can). max_model_len: prompt and output together.
         strict: refuse instead of running on the host what the backend lacks. seed: makes requests without a seed repeat from run to
-        run. threads and backend_options go to the backend, which refuses what it does not know. progress: bars, if standard error
-        is a terminal.
+        run. threads and backend_options go to the backend, which refuses what it does not know. tool_parser, reasoning_parser: how
+        chats are read: a name of text.syntaxes, "auto" by chat template and architecture, None not at all. progress: bars, if
+        standard error is a terminal.
         """
+        choose(TOOLS, tool_parser, "", "tool_parser")
+        choose(REASONING, reasoning_parser, "", "reasoning_parser")
+        self._parsers = tool_parser, reasoning_parser
         given: Any = {} if backend_options is None else backend_options
         if not isinstance(given, Mapping):
             message = f"backend_options must be a mapping of option to value, not {backend_options!r}"
@@ -102,11 +123,16 @@ class _Opened(ABC):
         """Token ids of a chat under the model's template. `template`: tools, add_generation_prompt, or what the template knows."""
         return self.tokenizer.encode_chat(list(messages), **template)
 
-    def _request(self, prompt: Prompt | Sequence[Message], params: SamplingParams | None, template: Mapping[str, Any]) -> _Request:
+    def _request(
+        self, prompt: Prompt | Sequence[Message], params: SamplingParams | None, tools: Tools, choice: ToolChoice,
+        template: Mapping[str, Any],
+    ) -> _Request:  # fmt: skip
         _check_prompt(prompt)
-        chat = not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
-        ids = self.encode_chat(cast(Sequence[Message], prompt), **template) if chat else self.encode(cast(Prompt, prompt))
-        return self._paired([ids], params)[0]
+        if not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], Mapping):
+            return self._chats(cast(Sequence[Message], prompt), params, tools, choice, template)[0]
+        if tools or template or choice is not None:
+            raise InvalidRequestError("tools, tool_choice and template arguments belong to a chat, not to a plain prompt")
+        return self._paired([self.encode(cast(Prompt, prompt))], params)[0]
 
     def _prompts(self, prompts: Prompt | Sequence[Prompt], params: Params) -> list[_Request]:
         _check_prompt(prompts)
@@ -114,13 +140,23 @@ class _Opened(ABC):
         return self._paired([self.encode(cast(Prompt, p)) for p in ([prompts] if single else prompts)], params)
 
     def _chats(
-        self, messages: Sequence[Message] | Sequence[Sequence[Message]], params: Params, template: Mapping[str, Any]
-    ) -> list[_Request]:
+        self, messages: Sequence[Message] | Sequence[Sequence[Message]], params: Params, tools: Tools, choice: ToolChoice,
+        template: Mapping[str, Any],
+    ) -> list[_Request]:  # fmt: skip
         if not isinstance(cast(object, messages), Sequence):
             message = f"messages must be a list of messages with role and content, or of such lists, not {type(messages).__name__}"
             raise InvalidRequestError(message, param="messages")
+        use = ToolUse.of(tools, choice)
+        if use.forced is not None:
+            message = (
+                'a forced call (tool_choice "required" or a named tool) needs structured output, which is not there yet; use "auto"'
+            )
+            raise UnsupportedError(message, param="tool_choice")
+        source = f"{self.loaded.architecture}\n{self.tokenizer.template_source(template.get('template'), bool(use.offered))}"
         chats: Any = [messages] if len(messages) == 0 or isinstance(messages[0], Mapping) else messages
-        return self._paired([self.encode_chat(chat, **template) for chat in chats], params)
+        prompts = [self.encode_chat(chat, tools=use.offered, **template) for chat in chats]
+        readers = [Reader.of(self.tokenizer, ids, use, source, *self._parsers) for ids in prompts]
+        return [request._replace(reader=reader) for request, reader in zip(self._paired(prompts, params), readers, strict=True)]
 
     def _paired(self, prompts: list[list[int]], params: Params) -> list[_Request]:
         each = self.default_params() if params is None else params
@@ -131,7 +167,7 @@ class _Opened(ABC):
         if len(each) != len(prompts):
             message = f"{len(prompts)} prompts came with {len(each)} SamplingParams; give one for all or one for each"
             raise InvalidRequestError(message, param="sampling_params")
-        return list(zip(prompts, each, strict=True))
+        return [_Request(ids, one) for ids, one in zip(prompts, each, strict=True)]
 
 
 class LLM(_Opened):
@@ -163,17 +199,30 @@ class LLM(_Opened):
         return self._complete(self._prompts(prompts, sampling_params))
 
     def chat(
-        self, messages: Sequence[Message] | Sequence[Sequence[Message]], sampling_params: Params = None, **template: Any
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: Params = None,
+        *,
+        tools: Tools = None,
+        tool_choice: ToolChoice = None,
+        **template: Any,
     ) -> list[RequestOutput]:
-        """As generate(), for one chat or several. `template`: see encode_chat. TemplateError if the model has no template."""
-        return self._complete(self._chats(messages, sampling_params, template))
+        """As generate(), for one chat or several; the outputs have content, reasoning and tool_calls beside the text. tools,
+        tool_choice: see ToolUse.of. `template`: see encode_chat. TemplateError if the model has no template."""
+        return self._complete(self._chats(messages, sampling_params, tools, tool_choice, template))
 
     def stream(
-        self, prompt: Prompt | Sequence[Message], sampling_params: SamplingParams | None = None, **template: Any
+        self,
+        prompt: Prompt | Sequence[Message],
+        sampling_params: SamplingParams | None = None,
+        *,
+        tools: Tools = None,
+        tool_choice: ToolChoice = None,
+        **template: Any,
     ) -> Iterator[RequestOutput]:
-        """One prompt or chat, token by token: each RequestOutput holds what is new; the last has finished=True and the metrics.
-        Closing the iterator aborts the request."""
-        number = self._add(*self._request(prompt, sampling_params, template), stream=True)
+        """One prompt or chat, token by token: each RequestOutput holds what is new (of a chat also as events); the last has
+        finished=True and the metrics. Closing the iterator aborts the request."""
+        number = self._add(self._request(prompt, sampling_params, tools, tool_choice, template), stream=True)
         try:
             while True:
                 output = self._next(number)
@@ -188,17 +237,17 @@ class LLM(_Opened):
     def _complete(self, requests: Sequence[_Request]) -> list[RequestOutput]:
         numbers: list[int] = []
         try:
-            for ids, params in requests:
-                numbers.append(self._add(ids, params))
+            for request in requests:
+                numbers.append(self._add(request))
             return _checked([self._next(number) for number in numbers])
         finally:
             for number in numbers:
                 self._drop(number)
 
-    def _add(self, ids: list[int], params: SamplingParams, *, stream: bool = False) -> int:
+    def _add(self, request: _Request, *, stream: bool = False) -> int:
         with self._lock:
             self._check_open()
-            number = self.engine.add_request(ids, params, stream=stream)
+            number = self.engine.add_request(request.ids, request.params, stream=stream, reader=request.reader)
             self._inbox[number] = deque()
             return number
 
@@ -252,16 +301,29 @@ class AsyncLLM(_Opened):
         return await self._complete(self._prompts(prompts, sampling_params))
 
     async def chat(
-        self, messages: Sequence[Message] | Sequence[Sequence[Message]], sampling_params: Params = None, **template: Any
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: Params = None,
+        *,
+        tools: Tools = None,
+        tool_choice: ToolChoice = None,
+        **template: Any,
     ) -> list[RequestOutput]:
         """As LLM.chat."""
-        return await self._complete(self._chats(messages, sampling_params, template))
+        return await self._complete(self._chats(messages, sampling_params, tools, tool_choice, template))
 
     async def stream(
-        self, prompt: Prompt | Sequence[Message], sampling_params: SamplingParams | None = None, **template: Any
+        self,
+        prompt: Prompt | Sequence[Message],
+        sampling_params: SamplingParams | None = None,
+        *,
+        tools: Tools = None,
+        tool_choice: ToolChoice = None,
+        **template: Any,
     ) -> AsyncIterator[RequestOutput]:
         """As LLM.stream; closing the iterator or cancelling its task aborts the request."""
-        news = self.async_engine.stream(*self._request(prompt, sampling_params, template))
+        request = self._request(prompt, sampling_params, tools, tool_choice, template)
+        news = self.async_engine.stream(request.ids, request.params, reader=request.reader)
         async with contextlib.aclosing(cast(Any, news)):
             async for output in news:
                 yield output
@@ -269,7 +331,8 @@ class AsyncLLM(_Opened):
                     raise output.error
 
     async def _complete(self, requests: Sequence[_Request]) -> list[RequestOutput]:
-        tasks = [asyncio.ensure_future(self.async_engine.generate(ids, params)) for ids, params in requests]
+        answers = (self.async_engine.generate(request.ids, request.params, reader=request.reader) for request in requests)
+        tasks = [asyncio.ensure_future(answer) for answer in answers]
         try:
             return _checked(list(await asyncio.gather(*tasks)))
         finally:

@@ -187,3 +187,42 @@ def test_o30_developer_beside_system_becomes_one_system_message(chatml: Tokenize
         assert text.startswith("<|im_start|>system\nA\n\nB<|im_end|>\n<|im_start|>user")
     both = chatml.render_chat([{"role": "system", "content": "A"}, {"role": "system", "content": "B"}, *USER])
     assert both.count("<|im_start|>system") == 2
+
+
+def history(arguments: object) -> list[dict[str, object]]:
+    call = {"id": "abc123def", "type": "function", "function": {"name": "now", "arguments": arguments}}
+    answer = {"role": "assistant", "content": None, "tool_calls": [call]}
+    return [{"role": "user", "content": "hi"}, answer, {"role": "tool", "tool_call_id": "abc123def", "content": "noon"}]
+
+
+ROLES = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% for c in m.tool_calls or [] %}"
+AS_OBJECT = ROLES + "{{ c.function.name }}={{ c.function.arguments | tojson }}{% endfor %}{% endfor %}"
+AS_ITEMS = (
+    ROLES
+    + "{{ c.function.name }}={% for k, v in c.function.arguments.items() %}{{ k }}:{{ v }}{% endfor %}{% endfor %}{% endfor %}"
+)
+AS_TEXT = ROLES + "{{ c['function']['name'] + '=' + c['function']['arguments'] }}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize("arguments", ['{"a": "ü"}', {"a": "ü"}])
+def test_earlier_calls_reach_a_template_as_it_takes_them(chatml: Tokenizer, arguments: object) -> None:
+    for template, shown in ((AS_OBJECT, '{"a": "ü"}'), (AS_ITEMS, "a:ü"), (AS_TEXT, '{"a": "ü"}')):
+        assert chatml.render_chat(history(arguments), template=template) == f"[user]hi[assistant]now={shown}[tool]noon"
+
+
+@pytest.mark.parametrize("arguments", ["", None, {}, "{}"])
+def test_earlier_calls_without_arguments(chatml: Tokenizer, arguments: object) -> None:
+    for template in (AS_OBJECT, AS_TEXT):
+        assert chatml.render_chat(history(arguments), template=template) == "[user]hi[assistant]now={}[tool]noon"
+
+
+@pytest.mark.parametrize("arguments", ["{", "[1]", "nothing", 3, [1]])
+def test_earlier_calls_whose_arguments_are_no_object_are_refused(chatml: Tokenizer, arguments: object) -> None:
+    with pytest.raises(InvalidRequestError, match=r"messages\[1\].tool_calls\[0\].function.arguments must be a JSON object"):
+        chatml.render_chat(history(arguments))
+
+
+@pytest.mark.parametrize("calls", ["now", [3], [{"id": "x"}], [{"function": {"arguments": "{}"}}]])
+def test_earlier_calls_of_another_form_are_refused(chatml: Tokenizer, calls: object) -> None:
+    with pytest.raises(InvalidRequestError, match=r"messages\[0\].tool_calls"):
+        chatml.render_chat([{"role": "assistant", "tool_calls": calls}])

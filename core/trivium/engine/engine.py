@@ -31,6 +31,7 @@ from trivium.sched import Sequence as Stream
 
 if TYPE_CHECKING:
     from trivium.text import Tokenizer
+    from trivium.text.reader import Reader
 
 _log = logging.getLogger(__name__)
 
@@ -78,12 +79,15 @@ class Engine:
         stream: bool = False,
         client_id: str | None = None,
         cache_salt: str = "",
+        reader: Reader | None = None,
     ) -> int:
         """Takes a request and returns its id; `client_id` is only echoed. Lower priority runs first. cache_salt: prefix pages are
-        shared only between equal salts. Raises InvalidRequestError, ContextLengthError, CapacityError or UnsupportedError; then
-        nothing has changed."""
+        shared only between equal salts. reader: how to read the outputs as answers of a chat. Raises InvalidRequestError,
+        ContextLengthError, CapacityError or UnsupportedError; then nothing has changed."""
         request = self.intake.request(self._count + 1, prompt_ids, params or SamplingParams(), priority, cache_salt)
         request.stream, request.client_id = stream, client_id
+        if reader is not None:
+            request.read_with(reader)
         self._count = request.id
         self._requests[request.id] = request
         self._completions.update((c.seq, c) for c in request.completions)

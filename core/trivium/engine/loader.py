@@ -88,6 +88,7 @@ class Loaded:
     tokenizer: Tokenizer
     generation_config: Mapping[str, Any]
     routes: tuple[Route, ...]
+    architecture: str
 
     def summary(self) -> str:
         """One line: which weights went which way, and the page pool."""
@@ -187,6 +188,7 @@ def _load_into(
         eos_ids=_eos_ids(p.checkpoint, tokenizer),
         fingerprint=p.checkpoint.fingerprint, tokenizer=tokenizer, generation_config=p.checkpoint.generation_config,
         routes=tuple(Route(c.value.name, w.format, f.name, exact, w.nbytes) for c, w, f, exact in p.routes if w is not None),
+        architecture=p.checkpoint.config["architectures"][0],
     )  # fmt: skip
 
 

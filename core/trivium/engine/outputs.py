@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from trivium.errors import TriviumError
+from trivium.text.events import ContentDelta, Event, ReasoningDelta, ToolCall, joined, tool_calls
 
 
 class Logprob(NamedTuple):
@@ -43,8 +44,12 @@ class Metrics:
 
 @dataclass(slots=True)  # as RequestOutput made in every step; freezing them would double what they cost
 class CompletionOutput:
-    """One of the n outputs. finish_reason: None while it runs, then "stop", "length", "abort" or "error". stop_reason: the stop
-    string or stop token id that ended it; None for the model's own end token. token_ids includes the token that ended it."""
+    """One of the n outputs. finish_reason: None while it runs, then "stop", "length", "tool_calls", "abort" or "error".
+    stop_reason: the stop string or stop token id that ended it; None for the model's own end token. token_ids includes the token
+    that ended it.
+
+    events: what a chat's text says, in order; in a stream what is new with certainty, which may lag behind `text`. None for what is
+    no chat. "tool_calls" stands in place of "stop" and "length" if and only if a tool call is complete."""
 
     index: int
     text: str
@@ -53,6 +58,22 @@ class CompletionOutput:
     stop_reason: int | str | None = None
     logprobs: list[TokenLogprobs] | None = None
     cumulative_logprob: float | None = None
+    events: list[Event] | None = None
+
+    @property
+    def content(self) -> str:
+        """What a chat's answer says to the reader: without reasoning and calls."""
+        return self.text if self.events is None else joined(self.events, ContentDelta)
+
+    @property
+    def reasoning(self) -> str | None:
+        """What the model thought first; None if it did not."""
+        return joined(self.events or (), ReasoningDelta) or None
+
+    @property
+    def tool_calls(self) -> tuple[ToolCall, ...]:
+        """The calls of a chat's answer, in order; in a stream their new pieces. Only those with complete=True may be executed."""
+        return tool_calls(self.events or ())
 
 
 @dataclass(slots=True)

@@ -10,6 +10,9 @@ from trivium.errors import TriviumError
 from trivium.sampling import SamplerState, SamplingParams
 from trivium.sched import Sequence
 from trivium.text import Detokenizer, StopMatcher
+from trivium.text.events import Event
+from trivium.text.parser import OutputParser
+from trivium.text.reader import Reader
 
 if TYPE_CHECKING:
     from trivium.text import Tokenizer
@@ -36,6 +39,10 @@ class Text:
             self.parts.append(self._matcher.finish())
             self.matched = self._matcher.matched
 
+    def show(self, ids: frozenset[int]) -> None:
+        """Special tokens that stay visible. To be called before the first token."""
+        self._detokenizer.show(ids)
+
     def _add(self, piece: str, watch: bool) -> None:
         if self._matcher is not None and watch:
             piece, self.matched = self._matcher.push(piece)
@@ -60,12 +67,18 @@ class Completion:
         self._logprob_sum = 0.0
         self._last_token: float | None = None
         self._sent = (0, 0)
+        self._parser: OutputParser | None = None
 
     def grow(self, token: int) -> None:
         """Takes a token as far as the next step needs it."""
         self.seq.append(token)
         self.sampler.append(token)
         self.over = self.seq.length == self.seq.limit or self._is_end(token, self.sampler.generated)
+
+    def read_with(self, reader: Reader) -> None:
+        """As Request.read_with."""
+        self._text.show(reader.shown)
+        self._parser = reader.parser()
 
     def accept(self, token: int, logprobs: TokenLogprobs | None, now: float) -> None:
         """Shows a token that grow() took and that was made at `now`, and ends the output where a rule says so. An end token's own
@@ -103,17 +116,29 @@ class Completion:
     def output(self) -> CompletionOutput:
         """What is there: for a streaming request, since the last call."""
         tokens, parts = self._sent
+        text = "".join(self._text.parts[parts:])
+        events = self._read(text)
         if self.request.stream:
             self._sent = (len(self.token_ids), len(self._text.parts))
         return CompletionOutput(
             index=self.index,
-            text="".join(self._text.parts[parts:]),
+            text=text,
             token_ids=self.token_ids[tokens:],
-            finish_reason=self.finish_reason,
+            finish_reason="tool_calls" if self._called() else self.finish_reason,
             stop_reason=self.stop_reason,
             logprobs=None if self.logprobs is None else self.logprobs[tokens:],
             cumulative_logprob=None if self.logprobs is None else self._logprob_sum,
+            events=events,
         )
+
+    def _read(self, text: str) -> list[Event] | None:
+        """What `text`, which is new, says."""
+        if self._parser is None:
+            return None
+        return self._parser.push(text) + (self._parser.finish() if self.finish_reason else [])
+
+    def _called(self) -> bool:
+        return self.finish_reason in ("stop", "length") and self._parser is not None and self._parser.calls > 0
 
 
 @dataclass(eq=False)
@@ -134,6 +159,11 @@ class Request:
     live: int = 0
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     error: TriviumError | None = None
+
+    def read_with(self, reader: Reader) -> None:
+        """The outputs are answers of a chat. To be called before the first token."""
+        for completion in self.completions:
+            completion.read_with(reader)
 
     @property
     def finished(self) -> bool:

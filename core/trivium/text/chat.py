@@ -6,6 +6,7 @@ with Hugging Face tokenizers; who must tell them apart removes them from untrust
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,7 +20,8 @@ _ROLES = frozenset({"system", "user", "assistant", "tool", "developer", "functio
 
 
 class ChatTemplate:
-    """A compiled template. words: its string constants, such as roles; iterates: it takes content as a list of parts."""
+    """A compiled template. words: its string constants, such as roles; iterates: it takes content as a list of parts; joins: it
+    takes a tool call's arguments as JSON text, which it puts between other texts, not as an object."""
 
     def __init__(self, source: str) -> None:
         if len(source) > MAX_TEMPLATE:
@@ -32,6 +34,8 @@ class ChatTemplate:
             raise TemplateError(f"the chat template can't be compiled: {error}", param="chat_template") from error
         self.words = {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}
         self.iterates = _iterates_content(tree)
+        sums = [side for add in tree.find_all(nodes.Add) for side in (add.left, add.right)]
+        self.joins = any(_is_field(side, "arguments", set()) for side in sums)
 
     def render(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
         """The prompt for `messages`; TemplateError if the template refuses them or passes its bounds."""
@@ -113,7 +117,28 @@ def _check(message: Any, where: str, template: ChatTemplate) -> dict[str, Any]:
         checked["content"] = _content(checked["content"], f"{where}.content", template.iterates)
     elif not checked.get("tool_calls"):
         checked["content"] = ""
+    if "tool_calls" in checked:
+        checked["tool_calls"] = _tool_calls(checked["tool_calls"], f"{where}.tool_calls", template.joins)
     return checked
+
+
+def _tool_calls(calls: Any, where: str, as_text: bool) -> list[dict[str, Any]]:
+    """Calls of an earlier answer, their arguments (JSON text or an object) as the template takes them."""
+    if not isinstance(calls, list):
+        raise _invalid(f"{where} must be a list, not {type(calls).__name__}")
+    for i, call in enumerate(calls):
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise _invalid(f'{where}[{i}] must be {{"id": ..., "type": "function", "function": {{"name": ..., "arguments": ...}}}}')
+        given = function.get("arguments")
+        try:
+            arguments = json.loads(given or "{}") if isinstance(given, str) else given or {}
+        except (ValueError, RecursionError):
+            arguments = None
+        if not isinstance(arguments, dict):
+            raise _invalid(f"{where}[{i}].function.arguments must be a JSON object, or one as text, not {given!r:.80}")
+        function["arguments"] = json.dumps(arguments, ensure_ascii=False) if as_text else arguments
+    return calls
 
 
 def _content(content: Any, where: str, as_parts: bool) -> Any:
@@ -135,16 +160,17 @@ def _iterates_content(tree: nodes.Template) -> bool:
     """Whether some loop runs over a message's content: over `….content`, or over a name that stands for it."""
     names = {"content"}
     for assign in tree.find_all(nodes.Assign):
-        if _is_content(assign.node, names) and isinstance(assign.target, nodes.Name):
+        if _is_field(assign.node, "content", names) and isinstance(assign.target, nodes.Name):
             names.add(assign.target.name)
-    return any(_is_content(loop.iter, names) for loop in tree.find_all(nodes.For))
+    return any(_is_field(loop.iter, "content", names) for loop in tree.find_all(nodes.For))
 
 
-def _is_content(node: nodes.Node | None, names: set[str]) -> bool:
+def _is_field(node: nodes.Node | None, field: str, names: set[str]) -> bool:
+    """Whether `node` is `….field`, `…["field"]` or one of `names`, filtered or not."""
     while isinstance(node, nodes.Filter):
         node = node.node
     if isinstance(node, nodes.Getattr):
-        return node.attr == "content"
+        return node.attr == field
     if isinstance(node, nodes.Getitem):
-        return isinstance(node.arg, nodes.Const) and node.arg.value == "content"
+        return isinstance(node.arg, nodes.Const) and node.arg.value == field
     return isinstance(node, nodes.Name) and node.name in names

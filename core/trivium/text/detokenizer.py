@@ -33,6 +33,10 @@ class Detokenizer:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._at_start = tokenizer.strips_leading_space
 
+    def show(self, ids: Set[int]) -> None:
+        """Special tokens that are not to be hidden: markers that a later stage must see."""
+        self._hidden -= ids
+
     def push(self, token_id: int) -> str:
         """Text that is complete with this token; "" while a character is unfinished or the token is hidden."""
         if token_id in self._hidden:

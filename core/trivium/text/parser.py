@@ -51,6 +51,9 @@ class OutputParser:
         self._held: list[str] = []
         self._back: list[str] = []
         self._started = 0
+        self._plain: re.Pattern[str] | None = None
+        """Text that needs no look at its characters where the parser stands, and what it is."""
+        self._kind: type[ContentDelta] | type[ReasoningDelta] = ContentDelta
         self._trim, self._fresh, self._ended = inside, True, False
         self._drops = frozenset((tools.drops if tools else ()) + (reasoning.drops if reasoning else ()))
         self._parse = self._message(inside)
@@ -58,8 +61,15 @@ class OutputParser:
 
     def push(self, text: str) -> list[Event]:
         """What is certain with `text`, which continues all text before it."""
-        for char in text:
-            self._parse.send(char)
+        at = 0
+        while at < len(text):
+            run = self._plain and self._plain.match(text, at)
+            if run:
+                self._out.append(self._kind(run[0]))
+                self._trim, at = False, run.end()
+            else:
+                self._parse.send(text[at])
+                at += 1
         return self._news()
 
     def finish(self) -> list[Event]:
@@ -101,8 +111,14 @@ class OutputParser:
 
     def _text(self, kind: type[ContentDelta] | type[ReasoningDelta], markers: tuple[str, ...], first: tuple[str, ...]) -> _Reads:
         """Lets text through up to one of `markers`, or of `first` while there was no content; returns it, held, or ""."""
-        tail = ""
-        while char := (yield from self._next()):
+        tail, self._kind = "", kind
+        plain = re.compile(rf"[^\s{re.escape(''.join(sorted({m[0] for m in markers})))}]+")
+        while True:
+            self._plain = None if tail or self._held or self._back or (first and self._fresh) else plain
+            char = yield from self._next()
+            self._plain = None
+            if not char:
+                break
             tail += char
             while tail and not any(m.startswith(tail) for m in (markers + first if self._fresh else markers)):
                 self._held.append(tail[0])
@@ -300,7 +316,7 @@ def _is_name(name: object) -> bool:
 
 
 def _unwrap(value: Mapping[str, Any]) -> tuple[str, str]:
-    """Name and JSON arguments of {"name": …, "arguments": …}, also inside {"function": …}; arguments may be JSON text, null or left out."""
+    """Name and arguments of {"name": …, "arguments": …}, also inside {"function": …}; arguments may be text, null or left out."""
     inner = value["function"] if isinstance(value.get("function"), dict) else value
     arguments = next((inner[key] for key in ARGUMENTS if key in inner), None)
     return inner["name"], _dumps(json.loads(arguments) if isinstance(arguments, str) else arguments or {})

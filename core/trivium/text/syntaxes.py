@@ -70,10 +70,9 @@ def _pythonic(body: str, schemas: Schemas) -> Iterator[tuple[str, dict[str, Any]
     for statement in ast.parse(body.strip()).body:
         value = statement.value if isinstance(statement, ast.Expr) else statement
         for call in value.elts if isinstance(value, ast.List) else [value]:
-            if not isinstance(call, ast.Call) or call.args:
+            if not isinstance(call, ast.Call) or call.args or any(word.arg is None for word in call.keywords):
                 raise ValueError("not a call with keyword arguments")
-            literals = {word.arg: ast.literal_eval(_Literals().visit(word.value)) for word in call.keywords}
-            yield ast.unparse(call.func), {name: value for name, value in literals.items() if name}
+            yield ast.unparse(call.func), {str(w.arg): ast.literal_eval(_Literals().visit(w.value)) for w in call.keywords}
 
 
 class _Literals(ast.NodeTransformer):
@@ -141,9 +140,7 @@ TOOLS: Mapping[str, ToolSyntax] = {
         _HARMONY_DROPS,
         ("<|constrain|>", "<|message|>"),
     ),
-    "qwen3_coder": ToolSyntax(
-        ("<function=",), (CallForm("<tool_call>", ("</tool_call>",), convert=_tagged, begin="<function="),)
-    ),
+    "qwen3_coder": ToolSyntax(("<function=",), (CallForm("<tool_call>", ("</tool_call>",), convert=_tagged, begin="<function="),)),
     "glm": ToolSyntax(("<arg_key>",), (CallForm("<tool_call>", ("</tool_call>",), convert=_keyed),), tokens=("<arg_key>",)),
     "hermes": ToolSyntax(("<tool_call>",), (CallForm("<tool_call>", ("</tool_call>",)),)),
     "mistral": ToolSyntax(
@@ -174,9 +171,7 @@ TOOLS: Mapping[str, ToolSyntax] = {
         tokens=('<|"|>',),
     ),
     "granite": ToolSyntax(("<|tool_call|>",), (CallForm("<|tool_call|>", ("<|/tool_call|>",)),)),
-    "pythonic": ToolSyntax(
-        ("<|python_start|>",), (CallForm("<|python_start|>", ("<|python_end|>",), convert=_pythonic), _LIST)
-    ),
+    "pythonic": ToolSyntax(("<|python_start|>",), (CallForm("<|python_start|>", ("<|python_end|>",), convert=_pythonic), _LIST)),
     "llama3": ToolSyntax(("<|python_tag|>",), (CallForm("<|python_tag|>"), _JSON)),
     "gemma": ToolSyntax(("Gemma2For", "Gemma3For"), (CallForm("```tool_code", ("```",), convert=_pythonic), _LIST, _JSON)),
     "json": ToolSyntax((), (_JSON, CallForm("[", bare=True))),

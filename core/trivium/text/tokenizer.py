@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from trivium.errors import CheckpointError, InvalidRequestError, TemplateError, UnsupportedError
@@ -155,11 +155,19 @@ class Tokenizer:
         """Token ids of `render_chat(messages, **kwargs)`; BOS is the template's business, so none is added."""
         return self.encode(self.render_chat(messages, **kwargs), add_special_tokens=False)
 
+    def template_source(self, template: str | None, with_tools: bool) -> str | None:
+        """The Jinja source that `render_chat` uses; None where there is none."""
+        name = "tool_use" if with_tools and "tool_use" in self._templates else "default"
+        return self._templates.get(template or name, template)
+
+    def special_ids_in(self, texts: Iterable[str]) -> frozenset[int]:
+        """Ids of the special tokens that occur in one of `texts`."""
+        return frozenset(i for i in self.special_ids if any(self._added[i] in text for text in texts))
+
     def _chat_template(self, template: str | None, with_tools: bool) -> ChatTemplate:
         from trivium.text.chat import ChatTemplate
 
-        name = "tool_use" if with_tools and "tool_use" in self._templates else "default"
-        source = self._templates.get(template or name, template)
+        source = self.template_source(template, with_tools)
         if source is None:
             raise TemplateError(
                 "the model has no chat template, so it may not be made for chat: give it plain text (generate), "

@@ -1,0 +1,128 @@
+"""What a chat request says of tools, checked; and how its answers are read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from trivium.errors import InvalidRequestError
+from trivium.text.parser import OutputParser
+from trivium.text.syntaxes import REASONING, TOOLS, ReasoningSyntax, Schemas, ToolSyntax, choose
+
+if TYPE_CHECKING:
+    from trivium.text.tokenizer import Tokenizer
+
+_TAIL = 32
+"""Last tokens of a prompt in which a marker that opens reasoning is looked for."""
+
+
+@dataclass(frozen=True)
+class ToolUse:
+    """Tools of a request. offered: what the chat template is given. schemas: their parameters by name. forced: the JSON schema of
+    an answer that must be one call, {"name": …, "arguments": {…}}; None where the model may choose."""
+
+    offered: list[Mapping[str, Any]] | None
+    schemas: Schemas
+    forced: dict[str, Any] | None
+
+    @classmethod
+    def of(cls, tools: Sequence[Mapping[str, Any]] | None, choice: str | Mapping[str, Any] | None = None) -> ToolUse:
+        """Checks tools ([{"type": "function", "function": {"name", "parameters", …}}]) and tool_choice: "auto" (also None), "none"
+        (the model does not see the tools), "required" (some call), or {"type": "function", "function": {"name"}} (that call).
+        Raises InvalidRequestError."""
+        if isinstance(tools, (str, Mapping)) or not isinstance(tools, Sequence | None):
+            raise _bad(f"tools must be a list, not {type(tools).__name__}")
+        schemas: dict[str, Mapping[str, Any]] = {}
+        for i, tool in enumerate(tools or ()):
+            name, schema = _check(tool, f"tools[{i}]")
+            if name in schemas:
+                raise _bad(f"tools[{i}].function.name {name!r} is taken by a tool before it; names must differ")
+            schemas[name] = schema
+        names = _chosen(choice, schemas)
+        if choice == "none" or not schemas:
+            return cls(None, {}, None)
+        return cls(list(tools or ()), schemas, _call_schema({name: schemas[name] for name in names}) if names else None)
+
+
+def _bad(message: str, param: str = "tools") -> InvalidRequestError:
+    return InvalidRequestError(message, param=param)
+
+
+def _check(tool: Any, where: str) -> tuple[str, Mapping[str, Any]]:
+    function = tool.get("function") if isinstance(tool, Mapping) and tool.get("type") == "function" else None
+    if not isinstance(function, Mapping):
+        raise _bad(f'{where} must be {{"type": "function", "function": {{"name": ..., "parameters": ...}}}}, not {tool!r:.80}')
+    name, schema = function.get("name"), function.get("parameters")
+    if not isinstance(name, str) or not name or not name.isprintable() or len(name) > 128 or " " in name:
+        raise _bad(f"{where}.function.name must be 1 to 128 printable characters without blanks, not {name!r:.80}")
+    if not isinstance(schema, Mapping | None) or (schema and schema.get("type", "object") != "object"):
+        raise _bad(f"{where}.function.parameters must be a JSON schema of an object, not {schema!r:.80}")
+    properties = (schema or {}).get("properties", {})
+    if not isinstance(properties, Mapping) or not all(isinstance(p, Mapping | bool) for p in properties.values()):
+        raise _bad(f"{where}.function.parameters.properties must be a mapping of names to JSON schemas")
+    return name, schema or {}
+
+
+def _chosen(choice: Any, schemas: Schemas) -> list[str]:
+    """The tools of which one must be called; none: the model is free."""
+    if choice in (None, "none", "auto"):
+        return []
+    named = choice.get("function") if isinstance(choice, Mapping) and choice.get("type") == "function" else None
+    names: list[Any] = list(schemas) if choice == "required" else [named.get("name")] if isinstance(named, Mapping) else []
+    if not names or not all(isinstance(name, str) and name in schemas for name in names):
+        raise _bad(
+            f'tool_choice must be "none", "auto", "required" or {{"type": "function", "function": {{"name": ...}}}} with one of '
+            f"the tools ({', '.join(schemas) or 'there are none'}), not {choice!r:.80}",
+            "tool_choice",
+        )
+    return names
+
+
+def _call_schema(schemas: Schemas) -> dict[str, Any]:
+    """Of {"name", "arguments"} for one of the tools."""
+    calls = [
+        {
+            "type": "object",
+            "properties": {"name": {"const": name}, "arguments": {"type": "object", **schema}},
+            "required": ["name", "arguments"],
+            "additionalProperties": False,
+        }
+        for name, schema in schemas.items()
+    ]
+    return calls[0] if len(calls) == 1 else {"anyOf": calls}
+
+
+@dataclass(frozen=True)
+class Reader:
+    """How the answers of one chat are read. shown: special tokens that the text must show, as the parser needs them."""
+
+    tools: ToolSyntax | None
+    reasoning: ReasoningSyntax | None
+    inside: bool
+    schemas: Schemas
+    shown: frozenset[int]
+
+    @classmethod
+    def of(
+        cls,
+        tokenizer: Tokenizer,
+        prompt_ids: Sequence[int],
+        use: ToolUse,
+        source: str,
+        tool_parser: str | None,
+        reasoning: str | None,
+    ) -> Reader:
+        """For a prompt that the template in `source` made. Tool calls are looked for only where tools were offered; a forced call
+        is read as bare JSON and has no reasoning before it. `tool_parser`, `reasoning`: as `syntaxes.choose`."""
+        calls = choose(TOOLS, tool_parser, source, "tool_parser") or (TOOLS["json"] if tool_parser else None)
+        calls = TOOLS["json"] if use.forced else calls if use.schemas else None
+        thoughts = None if use.forced else choose(REASONING, reasoning, source, "reasoning_parser")
+        tail = tokenizer.decode(prompt_ids[-_TAIL:], skip_special_tokens=False)
+        markers = [*(calls.markers() if calls else ()), *(thoughts.markers() if thoughts else ())]
+        inside = thoughts is not None and thoughts.opened_by(tail)
+        return cls(calls, thoughts, inside, use.schemas, tokenizer.special_ids_in(markers))
+
+    def parser(self) -> OutputParser:
+        """A parser for one output."""
+        return OutputParser(self.tools, self.reasoning, inside=self.inside, schemas=self.schemas)
