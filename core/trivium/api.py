@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from trivium.engine import AsyncEngine, Engine, EngineConfig, RequestOutput
 from trivium.engine.loader import LoadOptions, load
+from trivium.engine.speculation import Drafter, ModelDrafter, Speculative
 from trivium.errors import BackendError, InvalidRequestError, UnsupportedError
 from trivium.sampling import SamplingParams
 from trivium.text.reader import Reader, ToolUse
@@ -28,6 +29,7 @@ Message = Mapping[str, Any]
 """{"role": ..., "content": ...}."""
 Params = SamplingParams | Sequence[SamplingParams] | None
 """For all prompts, one for each, or None: the model's own (see default_params)."""
+_Progress = Callable[[int, int], None] | None
 
 
 class _Request(NamedTuple):
@@ -63,6 +65,7 @@ class _Opened(ABC):
         enable_prefix_caching: bool = True,
         strict: bool = False,
         seed: int | None = None,
+        speculative: Speculative | Mapping[str, Any] | None = None,
         threads: int | None = None,
         backend_options: Mapping[str, Any] | None = None,
         tool_parser: str | None = "auto",
@@ -76,7 +79,8 @@ class _Opened(ABC):
         best that loses nothing. block_size, num_kv_blocks: tokens a page and pages of the KV cache. max_num_seqs,
         max_num_batched_tokens: limits of one step (512 tokens, if the backend can). max_model_len: prompt and output together.
         strict: refuse instead of running on the host what the backend lacks. seed: makes requests without a seed repeat from run to
-        run. threads and backend_options go to the backend, which refuses what it does not know. tool_parser, reasoning_parser: how
+        run. speculative: tokens are guessed and checked several at a time; {"method": "ngram"}, or what else Speculative has.
+        threads and backend_options go to the backend, which refuses what it does not know. tool_parser, reasoning_parser: how
         chats are read: a name of text.syntaxes, "auto" by chat template and architecture, None not at all. progress: bars, if
         standard error is a terminal.
         """
@@ -87,27 +91,45 @@ class _Opened(ABC):
         if not isinstance(given, Mapping):
             message = f"backend_options must be a mapping of option to value, not {backend_options!r}"
             raise InvalidRequestError(message, param="backend_options")
+        wanted = Speculative.of(speculative)
         own = dict(given) | ({} if threads is None else {"threads": threads})
         options = LoadOptions(
             dtype=dtype, quantize=quantize, kv_dtype=kv_dtype, block_size=block_size, num_kv_blocks=num_kv_blocks,
             max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, max_model_len=max_model_len,
             strict=strict, backend_options=own,
+            num_speculative_tokens=0 if wanted is None else wanted.num_speculative_tokens,
         )  # fmt: skip
-        with _bar(progress) as report:
+        with contextlib.ExitStack() as opened, _bar(progress) as report:
             self.loaded = load(os.fspath(model) if isinstance(model, os.PathLike) else model, backend, options, progress=report)
-        config = EngineConfig(max_num_seqs, self.loaded.max_num_batched_tokens, enable_prefix_caching, seed)
-        self.tokenizer = self.loaded.tokenizer
-        self.engine = Engine(self.loaded, self.tokenizer, config)
-        self._finalizer = weakref.finalize(self, _shut, [*self._start(), self.loaded.session.close])
+            opened.callback(self.loaded.session.close)
+            drafter = self._drafter(wanted, max_num_seqs, opened, report)
+            config = EngineConfig(max_num_seqs, self.loaded.max_num_batched_tokens, enable_prefix_caching, seed, wanted)
+            self.tokenizer = self.loaded.tokenizer
+            self.engine = Engine(self.loaded, self.tokenizer, config, drafter=drafter)
+            for close in self._start():
+                opened.callback(close)
+            self._finalizer = weakref.finalize(self, opened.pop_all().close)
+
+    def _drafter(self, wanted: Speculative | None, seqs: int, opened: contextlib.ExitStack, report: _Progress) -> Drafter | None:
+        """The drafter of a draft model, whose session is then among the opened things; None: there is no such model."""
+        if wanted is None or wanted.model is None:
+            return None
+        draft = load(wanted.model, wanted.backend, LoadOptions(max_num_seqs=seqs), progress=report)
+        opened.callback(draft.session.close)
+        if (draft.vocab_size, draft.tokenizer.tokens()) != (self.loaded.vocab_size, self.loaded.tokenizer.tokens()):
+            message = f"speculative: the draft model {draft.name} has another vocabulary than {self.loaded.name}"
+            raise UnsupportedError(message, param="speculative")
+        return ModelDrafter(draft, seqs, draft.max_num_batched_tokens)
 
     @abstractmethod
     def _start(self) -> list[Callable[[], None]]:
-        """What must be set up once the engine stands; returns what must be closed before the session."""
+        """What must be set up once the engine stands; returns what must be closed before the sessions."""
 
     def close(self) -> None:
         """Gives the memory back. Nothing but close() may be called afterwards."""
         self._finalizer()
         gone = cast(Any, None)
+        self.engine.speculator = None
         self.engine.model = self.loaded = replace(self.loaded, session=gone, executable=gone)
 
     def default_params(self, **fields: Any) -> SamplingParams:
@@ -353,13 +375,8 @@ def _checked(outputs: list[RequestOutput]) -> list[RequestOutput]:
     return outputs
 
 
-def _shut(closers: Sequence[Callable[[], None]]) -> None:
-    for close in closers:
-        close()
-
-
 @contextlib.contextmanager
-def _bar(show: bool) -> Iterator[Callable[[int, int], None] | None]:
+def _bar(show: bool) -> Iterator[_Progress]:
     """A progress bar over the bytes of the weights; nothing where standard error is no terminal."""
     if not show:
         yield None

@@ -22,6 +22,7 @@ from trivium.engine.intake import Intake
 from trivium.engine.outputs import Logprob, RequestOutput, TokenLogprobs
 from trivium.engine.request import Completion, Request
 from trivium.engine.runner import Flight, Landed, Runner, Stats
+from trivium.engine.speculation import Drafter, Speculative, Speculator, check_rewinds, lookup_drafter
 from trivium.errors import BackendError, TriviumError
 from trivium.kv import KVCache
 from trivium.ops import Sampled
@@ -37,7 +38,8 @@ _log = logging.getLogger(__name__)
 
 
 class Engine:
-    """Not thread-safe. `clock` gives seconds and may be simulated."""
+    """Not thread-safe. `clock` gives seconds and may be simulated. `drafter`: in place of the one that config.speculative names; a
+    draft model must be given here."""
 
     def __init__(
         self,
@@ -45,6 +47,7 @@ class Engine:
         tokenizer: Tokenizer,
         config: EngineConfig | None = None,
         *,
+        drafter: Drafter | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.tokenizer = tokenizer
@@ -60,6 +63,12 @@ class Engine:
         self._flight: Flight | None = None
         self.intake = Intake(model, tokenizer, self.config, self.scheduler.check_fits, clock)
         self.runner = Runner(model, self.scheduler, self._completions, self.stats, clock)
+        self.speculator: Speculator | None = None
+        if speculative := Speculative.of(self.config.speculative):
+            check_rewinds(model, "target")
+            self.speculator = Speculator(
+                speculative, drafter or lookup_drafter(speculative), self.scheduler, self._completions, self.stats, clock
+            )
 
     @property
     def model(self) -> Model:
@@ -101,19 +110,22 @@ class Engine:
 
     def step(self) -> list[RequestOutput]:
         """Runs one step and returns the news of the requests that have any, oldest first."""
-        began, device = self._clock(), self.stats.device_seconds
+        began, elsewhere = self._clock(), self.stats.device_seconds + self.stats.draft_seconds
         flight, self._flight = self._flight, None
         if flight is None:
             plan = self.scheduler.plan()
             if not plan.entries:
                 assert not self._requests, "requests are unfinished and none of them can run"
                 return []
+            if self.speculator is not None:
+                self.speculator.extend(plan)
             flight = self.runner.launch(self.runner.prepare(plan, began))
         else:
             flight.started = began
         outputs = self._report(self._run(flight))
         now = self._clock() if self._flight is None else self.runner.charge(self._flight)
-        self.stats.host_seconds += now - began - (self.stats.device_seconds - device)
+        elsewhere = self.stats.device_seconds + self.stats.draft_seconds - elsewhere
+        self.stats.host_seconds += now - began - elsewhere
         return outputs
 
     def abort(self, request_id: int) -> RequestOutput | None:
@@ -136,7 +148,8 @@ class Engine:
 
     def _run(self, flight: Flight) -> list[Completion]:
         """Ends a step; if it fails, its sequences run one by one. Returns the outputs that moved."""
-        following = self._prepare_after(flight) if self.model.capabilities.asynchronous else None
+        ahead = self.model.capabilities.asynchronous and self.speculator is None  # drafts follow from the tokens of this step
+        following = self._prepare_after(flight) if ahead else None
         try:
             landed = self._wait(flight, following)
         except Exception as fault:
@@ -144,6 +157,8 @@ class Engine:
             count = len(flight.plan.entries)
             _log.warning("a step of %d sequences failed; they run again one by one: %s", count, fault, exc_info=fault)
             return [completion for entry in flight.plan.entries for completion in self._run_alone(entry.seq, flight.began)]
+        if self.speculator is not None:
+            self.speculator.measure(flight.plan, landed.seconds)
         moved = self._settle(flight, landed)
         if following is not None:
             self._flight = self.runner.launch(following)
@@ -183,12 +198,10 @@ class Engine:
             if completion.finish_reason is not None:
                 continue  # ended while the step was under way
             try:
-                if row.sample:
-                    completion.grow(landed.ids[at - 1])
-                    self.stats.generated_tokens += 1
+                right = completion.grow(landed.ids[at - row.sample : at], entry.draft)
                 entry.seq.scored += row.scores
-                self.kv.advance(entry.seq, entry.tokens)
-                self.stats.computed_tokens += entry.tokens
+                self.kv.advance(entry.seq, entry.tokens + right)
+                self.stats.computed_tokens += entry.tokens + len(entry.draft)
             except Exception as fault:
                 moved += self._end(completion.request, "error", self._typed(fault))
         return moved
@@ -217,7 +230,7 @@ class Engine:
             request.prompt_logprobs.append(self._logprobs(landed.sampled, i, completion.sampler.prompt_logprobs))
         at += row.scores
         if row.sample:
-            completion.accept(landed.ids[at], self._logprobs(landed.sampled, at, completion.sampler.logprobs), landed.now)
+            self._show(completion, entry, landed, at)
         elif complete:
             completion.finish("length")
         if complete and request.clock.prefill_done is None:
@@ -228,6 +241,16 @@ class Engine:
             request.started, seq.fork_at = len(request.completions), 0
         if completion.finish_reason is not None:
             self._retire(completion)
+
+    def _show(self, completion: Completion, entry: Entry, landed: Landed, at: int) -> None:
+        """Accepts the tokens that grew from rows `at` and following, up to one that ends the output."""
+        for row, token in enumerate(completion.unseen(), at):
+            completion.accept(token, self._logprobs(landed.sampled, row, completion.sampler.logprobs), landed.now)
+            self.stats.generated_tokens += 1
+            if completion.finish_reason is not None:
+                break
+        if self.speculator is not None and entry.draft:
+            self.speculator.verified(entry, row - at)
 
     def _logprobs(self, sampled: Sampled, row: int, alternatives: int) -> TokenLogprobs | None:
         """The token of a sampled row and its `alternatives` (-1: nothing was asked for)."""
@@ -244,6 +267,8 @@ class Engine:
 
     def _retire(self, completion: Completion) -> None:
         self.scheduler.remove(completion.seq)
+        if self.speculator is not None:
+            self.speculator.forget(completion.seq)
         completion.request.live -= 1
         del self._completions[completion.seq]
 

@@ -33,7 +33,8 @@ _SAMPLE_FORMATS = ("float32", "float16", "bfloat16")
 @dataclass(frozen=True)
 class LoadOptions:
     """How to load. None or "auto": chosen and reported. `dtype`: every weight resident in that float type. `quantize`: resident
-    format of the linear weights. `block_size`: tokens a page. `num_kv_blocks`: pages in the pool, over all groups."""
+    format of the linear weights. `block_size`: tokens a page. `num_kv_blocks`: pages in the pool, over all groups.
+    `num_speculative_tokens`: further rows that each sequence may want in a step."""
 
     dtype: str = "auto"
     quantize: str | None = None
@@ -43,6 +44,7 @@ class LoadOptions:
     max_num_seqs: int = 64
     max_num_batched_tokens: int | None = None
     max_model_len: int | None = None
+    num_speculative_tokens: int = 0
     strict: bool = False
     backend_options: Mapping[str, Any] = field(default_factory=dict)
 
@@ -204,12 +206,13 @@ def _step_tokens(capabilities: Capabilities, asked: int | None) -> int:
 def _backend_options(p: Plan, options: LoadOptions, tokens: int) -> dict[str, Any]:
     can = p.capabilities
     activations = options.dtype if options.dtype in can.dtypes else can.dtypes[0]
+    rows = min(options.max_num_seqs * (1 + options.num_speculative_tokens), tokens)
     given = {
-        "dtype": activations, "max_batched_tokens": tokens, "max_seqs": options.max_num_seqs,
+        "dtype": activations, "max_batched_tokens": tokens, "max_seqs": rows,
         "max_model_len": p.max_model_len, "strict": options.strict,
     }  # fmt: skip
     if can.graph_capture and p.backend.api_version >= 2:
-        given["graph_sizes"] = _graph_sizes(can, len(p.program.states), min(options.max_num_seqs, tokens))
+        given["graph_sizes"] = _graph_sizes(can, len(p.program.states), rows)
     return given | dict(options.backend_options)
 
 

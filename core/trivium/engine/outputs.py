@@ -29,6 +29,7 @@ class Metrics:
     to last token. time_to_first_token: arrival to first token, queue included. mean_itl: mean gap between successive tokens of
     one output. e2e_time: arrival to the end. preempted_time: spent waiting after preemptions, in none of the above apart from
     the interval it falls into. num_cached_tokens: prompt tokens found in the prefix cache when first scheduled.
+    num_draft_tokens, num_accepted_tokens: guesses that were checked, and those that came true.
     """
 
     queue_time: float | None
@@ -40,6 +41,8 @@ class Metrics:
     preempted_time: float
     num_cached_tokens: int
     num_preemptions: int
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
 
 
 @dataclass(slots=True)  # as RequestOutput made in every step; freezing them would double what they cost
@@ -104,6 +107,8 @@ class Clock:
     preemptions: int = 0
     preempted_time: float = 0.0
     cached_tokens: int = 0
+    drafted: int = 0
+    accepted: int = 0
     gaps: int = 0
     gap_time: float = 0.0
     _waiting_since: dict[int, float] = field(default_factory=dict)
@@ -139,6 +144,8 @@ class Clock:
             preempted_time=self.preempted_time,
             num_cached_tokens=self.cached_tokens,
             num_preemptions=self.preemptions,
+            num_draft_tokens=self.drafted,
+            num_accepted_tokens=self.accepted,
         )
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from trivium.engine.outputs import Clock, CompletionOutput, RequestOutput, TokenLogprobs
 from trivium.errors import TriviumError
 from trivium.sampling import SamplerState, SamplingParams
-from trivium.sched import Sequence
+from trivium.sched import Sequence as Stream
 from trivium.text import Detokenizer, StopMatcher
 from trivium.text.events import Event
 from trivium.text.parser import OutputParser
@@ -52,7 +53,7 @@ class Text:
 class Completion:
     """One of the n outputs of a request."""
 
-    def __init__(self, request: Request, seq: Sequence, sampler: SamplerState, text: Text) -> None:
+    def __init__(self, request: Request, seq: Stream, sampler: SamplerState, text: Text) -> None:
         self.request = request
         self.index = seq.order[2]
         self.seq = seq
@@ -69,11 +70,21 @@ class Completion:
         self._sent = (0, 0)
         self._parser: OutputParser | None = None
 
-    def grow(self, token: int) -> None:
-        """Takes a token as far as the next step needs it."""
-        self.seq.append(token)
-        self.sampler.append(token)
-        self.over = self.seq.length == self.seq.limit or self._is_end(token, self.sampler.generated)
+    def grow(self, drawn: Sequence[int], draft: Sequence[int]) -> int:
+        """Takes, as far as the next step needs them, the tokens drawn behind the known ones and behind each draft: up to the first
+        that is not the one drafted in its place, or that is the last one. Returns how many drafts came true before that."""
+        right = 0
+        for right, token in enumerate(drawn):
+            self.seq.append(token)
+            self.sampler.append(token)
+            self.over = self.seq.length == self.seq.limit or self._is_end(token, self.sampler.generated)
+            if self.over or right == len(draft) or token != draft[right]:
+                break
+        return right
+
+    def unseen(self) -> Sequence[int]:
+        """The tokens that grow() took and accept() has not seen."""
+        return self.seq.tokens(len(self.request.prompt_ids) + len(self.token_ids))
 
     def read_with(self, reader: Reader) -> None:
         """As Request.read_with."""

@@ -20,8 +20,9 @@ _NO_ROWS = build_inputs([], 1)
 
 @dataclass
 class Stats:
-    """Totals since the start. device_seconds: from run() to the return of tokens(); host_seconds: the rest of the steps' time, in
-    which the device has nothing to do."""
+    """Totals since the start. device_seconds: from run() to the return of tokens(); draft_seconds: spent on proposing drafts;
+    host_seconds: the rest of the steps' time, in which the device has nothing to do. accepted_by_position[j]: drafts that came
+    true in the j-th place of their step. failed_drafts: proposals that raised."""
 
     steps: int = 0
     failed_steps: int = 0
@@ -32,6 +33,11 @@ class Stats:
     preemptions: int = 0
     host_seconds: float = 0.0
     device_seconds: float = 0.0
+    draft_seconds: float = 0.0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    accepted_by_position: list[int] = field(default_factory=list)
+    failed_drafts: int = 0
 
     @property
     def host_share(self) -> float:
@@ -58,11 +64,12 @@ class Flight:
 
 
 class Landed(NamedTuple):
-    """What a step gave: what was sampled, its ids, and when."""
+    """What a step gave: what was sampled, its ids, when, and how long it took."""
 
     sampled: Sampled
     ids: list[int]
     now: float
+    seconds: float
 
 
 class Runner:
@@ -118,11 +125,12 @@ class Runner:
         if flight.fault is not None:
             raise flight.fault
         assert flight.step is not None
+        started = flight.started
         try:
             sampled = flight.step.tokens()
         finally:
             now = self.charge(flight)
-        return Landed(sampled, self._check_sampled(sampled, flight.rows), now)
+        return Landed(sampled, self._check_sampled(sampled, flight.rows), now, now - started)
 
     def charge(self, flight: Flight) -> float:
         """Counts the device's time up to now, which is returned."""
@@ -153,11 +161,12 @@ class Runner:
 
 def _sampler_rows(flight: Flight) -> list[tuple[SamplerState, int, int]]:
     found: list[tuple[SamplerState, int, int]] = []
-    for completion, row in zip(flight.completions, flight.rows):
+    for completion, entry, row in zip(flight.completions, flight.plan.entries, flight.rows):
         seq, sampler = completion.seq, completion.sampler
         if row.scores:
             targets = seq.tokens(row.start + 1, row.start + 1 + row.scores).tolist()
             found.extend((sampler, row.start + 1 + i, target) for i, target in enumerate(targets))
         if row.sample:
-            found.append((sampler, seq.length, 0 if completion.over else -1))  # what has ended is not to be sampled
+            score = 0 if completion.over else -1  # what has ended is not to be sampled
+            found.extend((state, seq.length + i, score) for i, state in enumerate(sampler.ahead(entry.draft)))
     return found

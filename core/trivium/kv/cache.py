@@ -53,10 +53,10 @@ class Stream:
         self._tokens.append(token)
         self.length += 1
 
-    def pop(self) -> None:
-        """Takes the last token back, which must not be in the cache."""
-        self._tokens.pop()
-        self.length -= 1
+    def truncate(self, length: int) -> None:
+        """Takes back the tokens from `length` on, none of which may be in the cache."""
+        del self._tokens[length:]
+        self.length = length
 
 
 class Hit(NamedTuple):

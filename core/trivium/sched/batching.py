@@ -13,19 +13,20 @@ from trivium.sched.scheduler import Entry
 
 
 class RowMap(NamedTuple):
-    """Which logits one entry wants: `scores` rows from position `start` on give logprobs of the next prompt token; `sample`:
-    and the entry's last row draws a token."""
+    """Which logits one entry wants: `scores` rows from position `start` on give logprobs of the next prompt token; `sample`
+    tokens are drawn behind the last known one and behind every draft."""
 
     start: int
     scores: int
-    sample: bool
+    sample: int
 
 
 def sampled_rows(entry: Entry) -> RowMap:
-    """The rows an entry wants, in ascending order of position: first those to score, then the one to sample."""
+    """The rows an entry wants, in ascending order of position: first those to score, then those to sample."""
     seq, end = entry.seq, entry.start + entry.tokens
     first = max(entry.start, seq.scored)
-    return RowMap(first, max(min(end, seq.score_end) - first, 0), end == seq.length < seq.limit)
+    draws = 1 + len(entry.draft) if end == seq.length < seq.limit else 0
+    return RowMap(first, max(min(end, seq.score_end) - first, 0), draws)
 
 
 def make_batch(entries: Seq[Entry], rows: Seq[RowMap], kv: KVCache, sampling: SampleInputs) -> Batch:
@@ -35,13 +36,14 @@ def make_batch(entries: Seq[Entry], rows: Seq[RowMap], kv: KVCache, sampling: Sa
     positions: list[int] = []
     wanted: list[int] = []
     query_starts, spans = [0], list[tuple[int, int, int]]()
-    for (seq, start, count, _), (first, scores, sample) in zip(entries, rows):
-        end, offset = start + count, len(tokens) - start
-        tokens.extend(seq.tokens(start, end))
+    for (seq, start, count, _, draft), (first, scores, sample) in zip(entries, rows):
+        known, offset = start + count, len(tokens) - start
+        tokens.extend(seq.tokens(start, known))
+        tokens.extend(draft)
+        end = known + len(draft)
         positions.extend(range(start, end))
         wanted.extend(range(first + offset, first + offset + scores))
-        if sample:
-            wanted.append(end + offset - 1)
+        wanted.extend(range(known + offset - 1, known + offset - 1 + sample))
         query_starts.append(end + offset)
         spans.append((seq.row, start, end))
     return Batch(

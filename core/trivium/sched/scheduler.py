@@ -56,23 +56,27 @@ class Sequence(Stream):
 
 
 class Entry(NamedTuple):
-    """`tokens` tokens of `seq` from position `start` on; `hit`: the cached prefix it begins with if it is admitted in this step."""
+    """`tokens` tokens of `seq` from position `start` on; `hit`: the cached prefix it begins with if it is admitted in this step;
+    `draft`: guesses of what follows its last known token, computed along with it."""
 
     seq: Sequence
     start: int
     tokens: int
     hit: Hit | None = None
+    draft: tuple[int, ...] = ()
 
 
 @dataclass
 class StepPlan:
     """What one step does. Making it changes nothing; `copies` (to be made before it runs) and `undo` (entry, blocks it had, copies)
-    are filled while Scheduler.reserve() applies it."""
+    are filled while Scheduler.reserve() applies it. spare_tokens, spare_pages: what nobody in this step uses or waits for."""
 
     entries: list[Entry] = field(default_factory=list)
     preempted: list[Sequence] = field(default_factory=list)
     copies: list[Copy] = field(default_factory=list)
     undo: list[tuple[Entry, int, list[Copy]]] = field(default_factory=list)
+    spare_tokens: int = 0
+    spare_pages: int = 0
 
 
 class Scheduler:
@@ -131,7 +135,7 @@ class Scheduler:
         """Inside, the sequences of a step that is under way look as they will when it has been computed; tokens that it will give
         are 0 as yet."""
         flying = [entry for entry in plan.entries if entry.seq.running]
-        for seq, start, tokens, _ in flying:
+        for seq, start, tokens, *_ in flying:
             seq.computed += tokens
             if start + tokens == seq.length and seq.length + 1 < seq.limit and not seq.lockstep:
                 seq.append(0)
@@ -139,11 +143,20 @@ class Scheduler:
         try:
             yield
         finally:
-            for seq, _, tokens, _ in flying:
+            for seq, _, tokens, *_ in flying:
                 seq.computed -= tokens
                 if seq.due:
-                    seq.pop()
+                    seq.truncate(seq.length - 1)
                     seq.due = False
+
+    def allow_drafts(self, plan: StepPlan, entry: Entry, count: int) -> int:
+        """How many of `count` drafts may follow the entry; what they take is no longer spare."""
+        seq, end = entry.seq, entry.start + entry.tokens
+        blocks = max(seq.blocks, self.kv.blocks(end))
+        count = max(min(count, plan.spare_tokens, self.kv.reach(seq, blocks, plan.spare_pages) - end), 0)
+        plan.spare_tokens -= count
+        plan.spare_pages -= self.kv.pages_to_grow(seq, end + count, blocks)
+        return count
 
     def reserve(self, plan: StepPlan) -> None:
         """Admits and reserves what the plan needs, once its preempted sequences are: see preempt(). What it did is undone by
@@ -153,7 +166,7 @@ class Scheduler:
             if entry.hit is not None:
                 self._admit(entry.seq, entry.hit)
         for entry, _, copies in plan.undo:
-            copies += self.kv.grow(entry.seq, entry.start + entry.tokens)
+            copies += self.kv.grow(entry.seq, entry.start + entry.tokens + len(entry.draft))
             plan.copies += copies
 
     def roll_back(self, plan: StepPlan, *, ran: bool) -> None:
@@ -229,6 +242,7 @@ class _Planner:
         while self.open and seen < len(waiting):
             self.open = self._admit(waiting[seen])
             seen += 1
+        self.draft.spare_tokens, self.draft.spare_pages = self.tokens, self.ledger.free - self.promised
         return self.draft
 
     def _continue(self, seq: Sequence) -> None:

@@ -117,6 +117,10 @@ class Tokenizer:
         stream = Detokenizer(self, skip_special_tokens=skip_special_tokens)
         return "".join([stream.push(token_id) for token_id in ids]) + stream.finish()
 
+    def tokens(self) -> dict[str, int]:
+        """Every token as the vocabulary spells it, with its id."""
+        return self._backend.get_vocab()
+
     def token_bytes(self, token_id: int) -> bytes:
         """UTF-8 bytes that a token stands for, a leading blank included; b"" for an id without a token."""
         known = self._bytes.get(token_id)

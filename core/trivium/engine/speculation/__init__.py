@@ -1,0 +1,14 @@
+"""Speculative decoding: drafters guess the next tokens, the target checks them in one step, the output stays what it was."""
+
+from __future__ import annotations
+
+from trivium.engine.speculation.config import Speculative
+from trivium.engine.speculation.drafter import Ask, Drafter
+from trivium.engine.speculation.lookup import NgramDrafter, SuffixDrafter, lookup_drafter
+from trivium.engine.speculation.model import ModelDrafter, check_rewinds
+from trivium.engine.speculation.speculator import Speculator
+
+__all__ = [
+    "Ask", "Drafter", "ModelDrafter", "NgramDrafter", "Speculative", "Speculator", "SuffixDrafter", "check_rewinds",
+    "lookup_drafter",
+]  # fmt: skip

@@ -1,0 +1,205 @@
+"""Gives drafts to the entries of a plan, and only as many as pay for themselves."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
+from collections import defaultdict
+from itertools import chain
+
+import numpy as np
+
+from trivium.engine.request import Completion
+from trivium.engine.runner import Stats
+from trivium.engine.speculation.config import Speculative
+from trivium.engine.speculation.drafter import Ask, Drafter
+from trivium.sched import Entry, Scheduler, Sequence, StepPlan
+
+MAX_FAILURES = 3
+"""Proposals in a row that may raise before there are none any more."""
+MEMORY = 0.95
+"""What an older verification of a sequence counts against the next newer one."""
+RECOVERY = 0.98
+"""The same, for each step that the sequence got no drafts in."""
+REFRESH = 256
+"""Steps after which measured times are taken anew, as they may have been taken in a bad moment."""
+
+_log = logging.getLogger(__name__)
+
+
+class Costs:
+    """What steps take, by measurement: seconds of a step by its number of tokens, and seconds of drafting one place further."""
+
+    def __init__(self) -> None:
+        self._steps: dict[int, float] = {}
+        self._sizes: list[int] = []
+        self._count = 0
+        self._place = 0.0
+
+    def step(self, tokens: int, seconds: float) -> None:
+        """A step of decodes with `tokens` tokens took that long."""
+        self._count += 1
+        if self._count % REFRESH == 0:
+            self._steps.clear()
+        self._steps[tokens] = _average(self._steps.get(tokens, seconds), seconds)
+        self._sizes = sorted(self._steps)
+
+    def proposal(self, places: int, seconds: float) -> None:
+        """Drafts of at most `places` tokens took that long."""
+        self._place = _average(self._place, seconds / places)
+
+    def knows(self, tokens: int) -> bool:
+        """Whether a step as small as this was measured."""
+        return bool(self._sizes) and self._sizes[0] <= tokens
+
+    def best(self, tokens: int, chances: Seq[float], places: Seq[int]) -> int:
+        """How many drafts make the most tokens a second in a step of `tokens` known ones, if draft i, at place places[i] of its
+        sequence, comes true with chances[i]. Sizes between measured ones are interpolated; larger ones are taken to cost what
+        the largest did: so they are tried."""
+        counts = np.arange(len(chances) + 1)
+        seconds = np.interp(tokens + counts, self._sizes, [self._steps[size] for size in self._sizes])
+        seconds += self._place * np.maximum.accumulate([0, *places])
+        gained = tokens + np.cumsum([0.0, *chances])
+        return int(np.argmax(gained / np.maximum(seconds, 1e-9)))
+
+
+class _Record:
+    """How the drafts of one sequence have done, the recent ones counting most. Where nothing is known it is one half; the longer
+    no draft was tried the more is hoped for, so that one is tried again."""
+
+    def __init__(self) -> None:
+        self._right = 0.0
+        self._tried = 0.0
+        self._hope = 0.5
+
+    @property
+    def rate(self) -> float:
+        """The chance that a draft comes true if those before it have."""
+        return (self._right + self._hope) / (self._tried + 1.0)
+
+    def note(self, drafted: int, accepted: int) -> None:
+        self._right = self._right * MEMORY + accepted
+        self._tried = self._tried * MEMORY + min(accepted + 1, drafted)
+        self._hope = 0.5
+
+    def rest(self) -> None:
+        self._right *= RECOVERY
+        self._tried *= RECOVERY
+        self._hope = 1.0 - (1.0 - self._hope) * RECOVERY
+
+
+class Speculator:
+    """Between the plan and the step. `completions` is the engine's own mapping."""
+
+    def __init__(
+        self,
+        config: Speculative,
+        drafter: Drafter,
+        scheduler: Scheduler,
+        completions: Mapping[Sequence, Completion],
+        stats: Stats,
+        clock: Callable[[], float],
+    ) -> None:
+        stats.accepted_by_position = [0] * config.num_speculative_tokens
+        self._config = config
+        self._drafter = drafter
+        self._scheduler = scheduler
+        self._completions = completions
+        self._stats = stats
+        self._clock = clock
+        self._costs = Costs()
+        self._records: defaultdict[Sequence, _Record] = defaultdict(_Record)
+        self._in_a_row = 0
+
+    def extend(self, plan: StepPlan) -> None:
+        """Puts drafts behind decoding entries, out of tokens and pages that nobody needs in this step."""
+        for seq in plan.preempted:
+            self._drafter.pause(seq)
+        if plan.preempted or self._in_a_row >= MAX_FAILURES:
+            return
+        wanted = self._wanted(plan)
+        asks, places = list[Ask](), list[int]()
+        for at, count in zip(wanted, self._limits(plan, wanted)):
+            entry = plan.entries[at]
+            allowed = self._scheduler.allow_drafts(plan, entry, count)
+            if allowed > 0:
+                asks.append(Ask(entry.seq, allowed, self._completions[entry.seq].sampler))
+                places.append(at)
+        for at, ask, draft in zip(places, asks, self._propose(asks)):
+            usable = len(ask.sampler.ahead(draft)) - 1
+            plan.entries[at] = plan.entries[at]._replace(draft=tuple(draft[:usable]))
+
+    def measure(self, plan: StepPlan, seconds: float) -> None:
+        """The device took `seconds` for this plan."""
+        if all(entry.tokens == 1 for entry in plan.entries):
+            self._costs.step(sum(1 + len(entry.draft) for entry in plan.entries), seconds)
+
+    def verified(self, entry: Entry, accepted: int) -> None:
+        """The target has made `accepted` of the entry's drafts its own."""
+        drafted, clock = len(entry.draft), self._completions[entry.seq].request.clock
+        clock.drafted += drafted
+        clock.accepted += accepted
+        self._stats.draft_tokens += drafted
+        self._stats.accepted_tokens += accepted
+        for place in range(accepted):
+            self._stats.accepted_by_position[place] += 1
+        self._records[entry.seq].note(drafted, accepted)
+
+    def forget(self, seq: Sequence) -> None:
+        """The sequence has ended."""
+        self._records.pop(seq, None)
+        self._drafter.forget(seq)
+
+    def _wanted(self, plan: StepPlan) -> dict[int, int]:
+        """Index in the plan of each entry that may have drafts: its last known token is computed, more than one is to come."""
+        wanted = {}
+        for at, entry in enumerate(plan.entries):
+            seq = entry.seq
+            left = seq.limit - seq.length - 1
+            if entry.hit is None and entry.tokens == 1 == seq.pending and left > 0 and not seq.lockstep:
+                wanted[at] = min(left, self._config.num_speculative_tokens)
+        return wanted
+
+    def _limits(self, plan: StepPlan, wanted: Mapping[int, int]) -> list[int]:
+        """How many drafts each of the `wanted` is worth."""
+        if not self._config.adaptive:
+            return list(wanted.values())
+        known = sum(entry.tokens for entry in plan.entries)
+        if not wanted or not self._costs.knows(known):
+            return [0] * len(wanted)
+        records = [self._records[plan.entries[at].seq] for at in wanted]
+        ranked = sorted(chain.from_iterable(
+            ((-record.rate**place, place, i) for place in range(1, most + 1))
+            for i, (record, most) in enumerate(zip(records, wanted.values()))
+        ))  # fmt: skip
+        limits = [0] * len(records)
+        for _, place, i in ranked[: self._costs.best(known, [-chance for chance, _, _ in ranked], [p for _, p, _ in ranked])]:
+            limits[i] = place
+        for record, limit in zip(records, limits):
+            if limit == 0:
+                record.rest()
+        return limits
+
+    def _propose(self, asks: Seq[Ask]) -> Seq[Seq[int]]:
+        if not asks:
+            return []
+        began = self._clock()
+        try:
+            drafts = self._drafter.propose(asks)
+            self._in_a_row = 0
+        except Exception as fault:
+            self._in_a_row += 1
+            self._stats.failed_drafts += 1
+            drafts = [()] * len(asks)
+            last = "" if self._in_a_row < MAX_FAILURES else "; there will be no more"
+            _log.warning("no drafts for this step, as proposing them failed%s: %s", last, fault, exc_info=fault)
+        seconds = self._clock() - began
+        self._stats.draft_seconds += seconds
+        self._costs.proposal(max(ask.limit for ask in asks), seconds)
+        return drafts
+
+
+def _average(old: float, new: float) -> float:
+    """A moving average in which one odd value counts for little."""
+    return old + 0.2 * (min(new, 2 * old or new) - old)
