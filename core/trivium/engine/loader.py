@@ -206,13 +206,13 @@ def _step_tokens(capabilities: Capabilities, asked: int | None) -> int:
 def _backend_options(p: Plan, options: LoadOptions, tokens: int) -> dict[str, Any]:
     can = p.capabilities
     activations = options.dtype if options.dtype in can.dtypes else can.dtypes[0]
-    rows = min(options.max_num_seqs * (1 + options.num_speculative_tokens), tokens)
+    rows = options.max_num_seqs * (1 + options.num_speculative_tokens)
     given = {
         "dtype": activations, "max_batched_tokens": tokens, "max_seqs": rows,
         "max_model_len": p.max_model_len, "strict": options.strict,
     }  # fmt: skip
     if can.graph_capture and p.backend.api_version >= 2:
-        given["graph_sizes"] = _graph_sizes(can, len(p.program.states), rows)
+        given["graph_sizes"] = _graph_sizes(can, len(p.program.states), min(rows, tokens))
     return given | dict(options.backend_options)
 
 
