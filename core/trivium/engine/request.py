@@ -11,7 +11,7 @@ from trivium.errors import TriviumError
 from trivium.sampling import SamplerState, SamplingParams
 from trivium.sched import Sequence as Stream
 from trivium.text import Detokenizer, StopMatcher
-from trivium.text.events import Event
+from trivium.text.events import Event, merge
 from trivium.text.parser import OutputParser
 from trivium.text.reader import Reader
 
@@ -146,7 +146,7 @@ class Completion:
         """What `text`, which is new, says."""
         if self._parser is None:
             return None
-        return self._parser.push(text) + (self._parser.finish() if self.finish_reason else [])
+        return merge(self._parser.push(text) + (self._parser.finish() if self.finish_reason else []))
 
     def _called(self) -> bool:
         return self.finish_reason in ("stop", "length") and self._parser is not None and self._parser.calls > 0
