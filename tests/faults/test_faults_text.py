@@ -305,3 +305,15 @@ def test_o28_o29_o30_parts_one_bos_and_the_developer(llm):
         assert ask(llm, way, parts).text == "yes"
         with pytest.raises(InvalidRequestError, match="image_url"):
             ask(llm, way, [{"role": "user", "content": [{"type": "image_url"}]}])
+
+
+def test_o15_several_tokens_a_step_change_nothing(folder, llm, backend):
+    answer = f"<think>a b a b a b a b a b</think>Hello Hello Hello Hello {CALL}{CALL}{CALL}"
+    params = dataclasses.replace(PARAMS, stop=["ZZZZZZ"], max_tokens=300)
+    want = answers(llm, answer, params, tools=TOOLS)
+    assert (want.reasoning, want.content, len(want.tool_calls)) == ("a b a b a b a b a b", "Hello Hello Hello Hello", 3)
+    speculative = {"method": "ngram", "num_speculative_tokens": 6}
+    with LLM(folder, backend=backend, dtype="float32", speculative=speculative, progress=False) as model:
+        assert answers(model, answer, params, tools=TOOLS) == want
+        pieces = list(model.stream(CHAT, params, tools=TOOLS))
+        assert max(len(piece.outputs[0].token_ids) for piece in pieces) > 1
