@@ -23,7 +23,7 @@ from trivium.engine.outputs import Logprob, RequestOutput, TokenLogprobs
 from trivium.engine.request import Completion, Request
 from trivium.engine.runner import Flight, Landed, Runner, Stats
 from trivium.engine.speculation import Drafter, Speculative, Speculator, check_rewinds, lookup_drafter
-from trivium.errors import BackendError, TriviumError
+from trivium.errors import BackendError, InvalidRequestError, TriviumError
 from trivium.kv import KVCache
 from trivium.ops import Sampled
 from trivium.sampling import SamplingParams
@@ -93,7 +93,10 @@ class Engine:
         """Takes a request and returns its id; `client_id` is only echoed. Lower priority runs first. cache_salt: prefix pages are
         shared only between equal salts. reader: how to read the outputs as answers of a chat. Raises InvalidRequestError,
         ContextLengthError, CapacityError or UnsupportedError; then nothing has changed."""
-        request = self.intake.request(self._count + 1, prompt_ids, params or SamplingParams(), priority, cache_salt)
+        params = params or SamplingParams()
+        if stream and params.beam_width:
+            raise InvalidRequestError("a beam search has nothing to stream: its outputs are chosen at the end", param="stream")
+        request = self.intake.request(self._count + 1, prompt_ids, params, priority, cache_salt)
         request.stream, request.client_id = stream, client_id
         if reader is not None:
             request.read_with(reader)
@@ -142,7 +145,7 @@ class Engine:
     def check(self) -> None:
         """Raises AssertionError unless every page is free or owned, reference counts add up, and no request is lost."""
         self.scheduler.check()
-        known = {c.seq for r in self._requests.values() for c in r.completions[: r.started] if c.finish_reason is None}
+        known = {c.seq for r in self._requests.values() for c in r.completions[: r.started] if not c.resting}
         assert known == {*self.scheduler.running, *self.scheduler.waiting}, "a request is lost"
         assert len(self._completions) == sum(c.finish_reason is None for r in self._requests.values() for c in r.completions)
 
@@ -239,6 +242,8 @@ class Engine:
             for other in request.completions[1:]:
                 self.scheduler.fork(seq, other.seq)
             request.started, seq.fork_at = len(request.completions), 0
+        if request.beams is not None and row.sample:
+            request.beams.branch(self.scheduler, self._completions)
         if completion.finish_reason is not None:
             self._retire(completion)
 
@@ -283,6 +288,8 @@ class Engine:
                 completion.finish("error")
                 request.error = self._typed(second)
             self._retire(completion)
+        if request.beams is not None and fault is None:
+            request.completions = request.beams.results(reason)
         return live
 
     def _report(self, moved: list[Completion]) -> list[RequestOutput]:

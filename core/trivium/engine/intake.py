@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from trivium.engine.beams import Beam, Beams
 from trivium.engine.config import EngineConfig
 from trivium.engine.executor import Model
 from trivium.engine.outputs import Clock
@@ -12,7 +13,7 @@ from trivium.engine.request import Completion, Request, Text
 from trivium.errors import ContextLengthError, InvalidRequestError
 from trivium.kv import root_key
 from trivium.ops.sample import derive_seed
-from trivium.sampling import SamplerState, SamplingParams, bad_word_ids, check_ids, fresh_seed
+from trivium.sampling import BeamSearch, SamplerState, SamplingParams, bad_word_ids, check_ids, fresh_seed
 from trivium.sched import Sequence as Stream
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ class Intake:
         UnsupportedError."""
         ids = self._check_prompt(prompt_ids)
         capabilities = self.model.capabilities
-        params.check_supported(capabilities.sampling, self.model.backend.name, capabilities.unsupported)
+        params.of_each_beam().check_supported(capabilities.sampling, self.model.backend.name, capabilities.unsupported)
         max_tokens = self._check_length(len(ids), params.max_tokens)
         return self._build(number, ids, params, max_tokens, priority, salt)
 
@@ -75,14 +76,20 @@ class Intake:
         request.prompt_logprobs.append(None)
         root = root_key(self.model.fingerprint, "", salt, owner)
         seed = fresh_seed() if self._config.seed is None else derive_seed(self._config.seed % 2**64, number)
+        search = BeamSearch(params, request.end_ids, max_tokens) if params.beam_width else None
+        asked = params.of_each_beam(search.candidates) if search else params
         bad_words = bad_word_ids(params.bad_words, lambda text: self._tokenizer.encode(text, add_special_tokens=False))
-        for index in range(params.n):
-            sampler = SamplerState(params, ids, self.model.eos_ids, self.model.vocab_size, seed, index=index, bad_words=bad_words)
+        for index in range(asked.n):
+            sampler = SamplerState(asked, ids, self.model.eos_ids, self.model.vocab_size, seed, index=index, bad_words=bad_words)
             seq = Stream(
                 ids, root, (priority, number, index), limit=len(ids) + max_tokens,
                 score_end=len(ids) - 1 if scored and index == 0 else 0,
             )  # fmt: skip
-            request.completions.append(Completion(request, seq, sampler, Text(self._tokenizer, params)))
+            text = Text(self._tokenizer, params)
+            if search is not None:
+                beam = Beam(request, seq, sampler, text)
+                request.beams = Beams(beam, search, self._tokenizer)
+            request.completions.append(beam if search is not None else Completion(request, seq, sampler, text))
             request.live += 1
-        request.completions[0].seq.fork_at = len(ids) - 1 if params.n > 1 else 0
+        request.completions[0].seq.fork_at = len(ids) - 1 if asked.n > 1 else 0
         return request

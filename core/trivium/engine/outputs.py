@@ -130,7 +130,7 @@ class Clock:
         if previous is not None:
             self.gaps += 1
             self.gap_time += now - previous
-        self.last_token = now
+        self.last_token = max(now, self.last_token or now)
 
     def metrics(self, now: float) -> Metrics:
         """The figures of a request that ends now."""

@@ -16,6 +16,7 @@ from trivium.text.parser import OutputParser
 from trivium.text.reader import Reader
 
 if TYPE_CHECKING:
+    from trivium.engine.beams import Beams
     from trivium.text import Tokenizer
 
 
@@ -59,7 +60,7 @@ class Completion:
         self.seq = seq
         self.sampler = sampler
         self.token_ids: list[int] = []
-        self.logprobs: list[TokenLogprobs] | None = None if sampler.logprobs < 0 else []
+        self.logprobs: list[TokenLogprobs] | None = None if request.params.logprobs is None else []
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.over = False
@@ -69,6 +70,11 @@ class Completion:
         self._last_token: float | None = None
         self._sent = (0, 0)
         self._parser: OutputParser | None = None
+
+    @property
+    def resting(self) -> bool:
+        """The scheduler has nothing to do for it now."""
+        return self.finish_reason is not None
 
     def grow(self, drawn: Sequence[int], draft: Sequence[int]) -> int:
         """Takes, as far as the next step needs them, the tokens drawn behind the known ones and behind each draft: up to the first
@@ -96,9 +102,10 @@ class Completion:
         text is shown only with include_stop_str_in_output; a stop string must lie behind the first min_tokens tokens."""
         params = self.request.params
         self.token_ids.append(token)
-        if self.logprobs is not None and logprobs is not None:
-            self.logprobs.append(logprobs)
+        if logprobs is not None:
             self._logprob_sum += logprobs[token].logprob
+            if self.logprobs is not None:
+                self.logprobs.append(logprobs)
         self.request.clock.token(now, self._last_token)
         self._last_token = now
         watch = len(self.token_ids) > params.min_tokens
@@ -138,7 +145,7 @@ class Completion:
             finish_reason="tool_calls" if self._called() else self.finish_reason,
             stop_reason=self.stop_reason,
             logprobs=None if self.logprobs is None else self.logprobs[tokens:],
-            cumulative_logprob=None if self.logprobs is None else self._logprob_sum,
+            cumulative_logprob=None if self.logprobs is None and self.request.beams is None else self._logprob_sum,
             events=events,
         )
 
@@ -170,6 +177,7 @@ class Request:
     live: int = 0
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     error: TriviumError | None = None
+    beams: Beams | None = None
 
     def read_with(self, reader: Reader) -> None:
         """The outputs are answers of a chat. To be called before the first token."""

@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
+from trivium.sampling.beams import BeamSearch, Hypothesis
 from trivium.sampling.params import BACKEND_PARAMS, SamplingParams, bad_word_ids, check_ids
 from trivium.sampling.state import SamplerState, build_inputs, fresh_seed
 
-__all__ = ["BACKEND_PARAMS", "SamplerState", "SamplingParams", "bad_word_ids", "build_inputs", "check_ids", "fresh_seed"]
+__all__ = [
+    "BACKEND_PARAMS",
+    "BeamSearch",
+    "Hypothesis",
+    "SamplerState",
+    "SamplingParams",
+    "bad_word_ids",
+    "build_inputs",
+    "check_ids",
+    "fresh_seed",
+]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from numbers import Integral, Real
 from typing import Any, NamedTuple
 
@@ -47,9 +47,15 @@ _RANGES: Mapping[str, _Range] = {
     "min_tokens": _Range(int, 0, _LARGEST),
     "logprobs": _Range(int, -1, _LARGEST, optional=True),
     "prompt_logprobs": _Range(int, -1, _LARGEST, optional=True),
+    "beam_width": _Range(int, 1, 128, optional=True),
+    "length_penalty": _Range(float, -10, 10),
 }
 _FLAGS = ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output")
 _ONLY_WHEN_DRAWN = ("top_k", "top_p", "min_p", "typical_p", "top_n_sigma", "xtc_probability", "seed")
+_WITH_BEAMS = frozenset((
+    "n", "beam_width", "length_penalty", "early_stopping", "temperature", "seed", "stop_token_ids", "ignore_eos", "max_tokens",
+    "logprobs", "prompt_logprobs", "skip_special_tokens", "include_stop_str_in_output",
+))  # fmt: skip
 BACKEND_PARAMS = (
     "temperature", *_ONLY_WHEN_DRAWN, "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias",
     "allowed_token_ids", "bad_words", "min_tokens", "logprobs", "prompt_logprobs",
@@ -116,6 +122,9 @@ class SamplingParams:
     bad_words: texts that the output can't contain as tokens. allowed_token_ids: only these can be sampled.
     min_tokens: neither end nor stop tokens are sampled before. max_tokens: None = up to the context; 0 = score the prompt only.
     logprobs, prompt_logprobs: alternatives reported a position (0: only the token's own value; -1: the whole vocabulary).
+    beam_width: the n best outputs of a beam search (see sampling.beams) of that width, best first, fewer if there are fewer;
+    length_penalty and early_stopping (True, False or "never") belong to it. It ranks by the model's own log probabilities, so
+    whatever changes them is refused with it, and temperature may be 0 or 1 and means nothing.
     """
 
     n: int = 1
@@ -143,6 +152,9 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     allowed_token_ids: Sequence[int] | None = None
     logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
+    beam_width: int | None = None
+    length_penalty: float = 1.0
+    early_stopping: bool | str = False
 
     def __post_init__(self) -> None:
         clean: dict[str, Any] = {name: _number(name, want, getattr(self, name)) for name, want in _RANGES.items()}
@@ -158,6 +170,28 @@ class SamplingParams:
             object.__setattr__(self, name, value)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise _refuse("min_tokens", f"at most max_tokens ({self.max_tokens})", self.min_tokens)
+        if not (isinstance(self.early_stopping, bool) or self.early_stopping == "never"):
+            raise _refuse("early_stopping", 'True, False or "never"', self.early_stopping)
+        if self.beam_width is not None:
+            self._check_beams(self.beam_width)
+
+    def _check_beams(self, width: int) -> None:
+        if self.n > width:
+            raise _refuse("n", f"at most beam_width ({width})", self.n)
+        if self.max_tokens == 0:
+            raise _refuse("max_tokens", "None or at least 1 with beam_width", 0)
+        allowed = {"temperature": (0.0, 1.0)}
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if value not in allowed.get(f.name, (value if f.name in _WITH_BEAMS else f.default,)):
+                raise _refuse(f.name, f"left at its default with beam_width, which goes by {', '.join(sorted(_WITH_BEAMS))}", value)
+
+    def of_each_beam(self, candidates: int = 0) -> SamplingParams:
+        """What each beam asks of the sampler: its likeliest `candidates` tokens. Without beam_width: what it is."""
+        if self.beam_width is None:
+            return self
+        logprobs = -1 if self.logprobs == -1 else max(candidates, self.logprobs or 0)
+        return replace(self, n=1, beam_width=None, temperature=0.0, logprobs=logprobs)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], **chosen: Any) -> SamplingParams:
