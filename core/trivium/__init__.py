@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from trivium import errors
     from trivium.api import LLM, AsyncLLM
-    from trivium.engine import CompletionOutput, Metrics, RequestOutput
+    from trivium.engine import CompletionOutput, Metrics, PoolingParams, RequestOutput
     from trivium.sampling import SamplingParams
 
 __version__ = "0.1.0"
@@ -27,9 +27,12 @@ _HOMES = {
     "RequestOutput": "trivium.engine",
     "CompletionOutput": "trivium.engine",
     "Metrics": "trivium.engine",
+    "PoolingParams": "trivium.engine",
     "errors": "trivium.errors",
 }
-__all__ = ["LLM", "AsyncLLM", "CompletionOutput", "Metrics", "RequestOutput", "SamplingParams", "__version__", "errors"]
+__all__ = [
+    "LLM", "AsyncLLM", "CompletionOutput", "Metrics", "PoolingParams", "RequestOutput", "SamplingParams", "__version__", "errors",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -11,11 +11,12 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
 from tqdm import tqdm
 
-from trivium.engine import AsyncEngine, Engine, EngineConfig, RequestOutput
+from trivium.engine import AsyncEngine, Engine, EngineConfig, PoolingParams, RequestOutput
 from trivium.engine.loader import LoadOptions, load
 from trivium.engine.speculation import Drafter, ModelDrafter, Speculative
 from trivium.errors import BackendError, InvalidRequestError, UnsupportedError
@@ -33,11 +34,11 @@ _Progress = Callable[[int, int], None] | None
 
 
 class _Request(NamedTuple):
-    """What the engine gets; `reader` for chats."""
+    """What the engine gets; `options`: those of Engine.add_request."""
 
     ids: list[int]
-    params: SamplingParams
-    reader: Reader | None = None
+    params: SamplingParams | None
+    options: Mapping[str, Any] = MappingProxyType({})
 
 
 Tools = Sequence[Mapping[str, Any]] | None
@@ -157,9 +158,31 @@ class _Opened(ABC):
         return self._paired([self.encode(cast(Prompt, prompt))], params)[0]
 
     def _prompts(self, prompts: Prompt | Sequence[Prompt], params: Params) -> list[_Request]:
+        return self._paired(self._encoded(prompts), params)
+
+    def _encoded(self, prompts: Prompt | Sequence[Prompt]) -> list[list[int]]:
         _check_prompt(prompts)
         single = isinstance(prompts, str) or (len(prompts) > 0 and not hasattr(prompts[0], "__len__"))
-        return self._paired([self.encode(cast(Prompt, p)) for p in ([prompts] if single else prompts)], params)
+        return [self.encode(cast(Prompt, p)) for p in ([prompts] if single else prompts)]
+
+    def _pooled(self, prompts: Prompt | Sequence[Prompt], params: PoolingParams | None) -> list[_Request]:
+        pooling = PoolingParams() if params is None else params
+        if not isinstance(pooling, PoolingParams):
+            raise InvalidRequestError(f"pooling_params must be PoolingParams, not {params!r:.80}", param="pooling_params")
+        return [_Request(ids, None, {"pooling": pooling}) for ids in self._encoded(prompts)]
+
+    def _scored(self, pair: tuple[str, str]) -> _Request:
+        """Context and continuation as one prompt whose last tokens are scored, cut into tokens as evaluation harnesses do."""
+        context, continuation = pair
+        ids, prefix = self.encode(context + continuation), self.encode(context.rstrip())
+        if not prefix:
+            prefix = sorted(self.tokenizer.eos_ids)[:1] if self.tokenizer.bos_id is None else [self.tokenizer.bos_id]
+            ids = prefix + ids
+        if not prefix or len(ids) <= len(prefix):
+            message = f"nothing to score: {context!r:.80} and then {continuation!r:.80} must both have at least one token"
+            raise InvalidRequestError(message, param="prompt")
+        params = SamplingParams(temperature=0.0, max_tokens=0, prompt_logprobs=0)
+        return _Request(ids, params, {"score_from": len(prefix)})
 
     def _chats(
         self, messages: Sequence[Message] | Sequence[Sequence[Message]], params: Params, tools: Tools, choice: ToolChoice,
@@ -178,7 +201,10 @@ class _Opened(ABC):
         chats: Any = [messages] if len(messages) == 0 or isinstance(messages[0], Mapping) else messages
         prompts = [self.encode_chat(chat, tools=use.offered, **template) for chat in chats]
         readers = [Reader.of(self.tokenizer, ids, use, source, *self._parsers) for ids in prompts]
-        return [request._replace(reader=reader) for request, reader in zip(self._paired(prompts, params), readers, strict=True)]
+        return [
+            request._replace(options={"reader": reader})
+            for request, reader in zip(self._paired(prompts, params), readers, strict=True)
+        ]
 
     def _paired(self, prompts: list[list[int]], params: Params) -> list[_Request]:
         each = self.default_params() if params is None else params
@@ -256,6 +282,17 @@ class LLM(_Opened):
         finally:
             self._drop(number)
 
+    def embed(self, prompts: Prompt | Sequence[Prompt], pooling_params: PoolingParams | None = None) -> list[RequestOutput]:
+        """Embeddings of prompts, as generate() takes them, in the same steps as whatever else runs: see RequestOutput.embedding."""
+        return self._complete(self._pooled(prompts, pooling_params))
+
+    def loglikelihood(self, pairs: Sequence[tuple[str, str]]) -> list[tuple[float, bool]]:
+        """For each (context, continuation): the sum of the log probabilities of the continuation's tokens, and whether each of them
+        is the most likely one. The continuation is what follows the context's tokens in those of both texts together (blanks at
+        the end of the context count with it); an empty context is the model's begin token. ContextLengthError for more tokens than
+        max_model_len."""
+        return [_likelihood(output) for output in self._complete([self._scored(pair) for pair in pairs])]
+
     def _complete(self, requests: Sequence[_Request]) -> list[RequestOutput]:
         numbers: list[int] = []
         try:
@@ -269,7 +306,7 @@ class LLM(_Opened):
     def _add(self, request: _Request, *, stream: bool = False) -> int:
         with self._lock:
             self._check_open()
-            number = self.engine.add_request(request.ids, request.params, stream=stream, reader=request.reader)
+            number = self.engine.add_request(request.ids, request.params, stream=stream, **request.options)
             self._inbox[number] = deque()
             return number
 
@@ -345,15 +382,23 @@ class AsyncLLM(_Opened):
     ) -> AsyncIterator[RequestOutput]:
         """As LLM.stream; closing the iterator or cancelling its task aborts the request."""
         request = self._request(prompt, sampling_params, tools, tool_choice, template)
-        news = self.async_engine.stream(request.ids, request.params, reader=request.reader)
+        news = self.async_engine.stream(request.ids, request.params, **request.options)
         async with contextlib.aclosing(cast(Any, news)):
             async for output in news:
                 yield output
                 if output.error is not None:
                     raise output.error
 
+    async def embed(self, prompts: Prompt | Sequence[Prompt], pooling_params: PoolingParams | None = None) -> list[RequestOutput]:
+        """As LLM.embed."""
+        return await self._complete(self._pooled(prompts, pooling_params))
+
+    async def loglikelihood(self, pairs: Sequence[tuple[str, str]]) -> list[tuple[float, bool]]:
+        """As LLM.loglikelihood."""
+        return [_likelihood(output) for output in await self._complete([self._scored(pair) for pair in pairs])]
+
     async def _complete(self, requests: Sequence[_Request]) -> list[RequestOutput]:
-        answers = (self.async_engine.generate(request.ids, request.params, reader=request.reader) for request in requests)
+        answers = (self.async_engine.generate(request.ids, request.params, **request.options) for request in requests)
         tasks = [asyncio.ensure_future(answer) for answer in answers]
         try:
             return _checked(list(await asyncio.gather(*tasks)))
@@ -373,6 +418,14 @@ def _checked(outputs: list[RequestOutput]) -> list[RequestOutput]:
     if errors and len(errors) == len(outputs):
         raise errors[0]
     return outputs
+
+
+def _likelihood(output: RequestOutput) -> tuple[float, bool]:
+    """Of a scored prompt: see LLM.loglikelihood."""
+    if output.error is not None:
+        raise output.error
+    scored = [entry[token] for token, entry in zip(output.prompt_token_ids, output.prompt_logprobs or []) if entry is not None]
+    return sum(found.logprob for found in scored), all(found.rank == 1 for found in scored)
 
 
 @contextlib.contextmanager

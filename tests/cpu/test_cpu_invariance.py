@@ -69,7 +69,7 @@ def only(example, step, seq):
     inputs = {
         **example.inputs, "token_ids": example.inputs["token_ids"][begin:end], "positions": example.inputs["positions"][begin:end],
         "query_starts": np.array([0, end - begin], np.int32), "context_lens": step.context_lens[seq : seq + 1],
-        "sample_rows": np.arange(end - begin, dtype=np.int32),
+        "sample_rows": np.arange(end - begin, dtype=np.int32), "pool_rows": np.arange(end - begin, dtype=np.int32),
     }  # fmt: skip
     states = tuple(
         dataclasses.replace(s, block_table=s.block_table[seq : seq + 1], slots=s.slots[begin:end]) for s in example.states

@@ -18,6 +18,7 @@ from trivium.plugin.contract import Capabilities
 
 VOCAB = 89
 EOS = 2
+HIDDEN = 12
 Windows = Sequence[int | str | None]
 
 
@@ -39,6 +40,11 @@ def logits_of(reads: Sequence[int]) -> np.ndarray:
     """float32[VOCAB] from one number a group."""
     rng = np.random.Generator(np.random.PCG64(list(reads)))
     return (rng.standard_normal(VOCAB) * 3).astype(np.float32)
+
+
+def hidden_of(reads: Sequence[int]) -> np.ndarray:
+    """float32[HIDDEN], as logits_of."""
+    return logits_of(reads)[:HIDDEN]
 
 
 def continuation(
@@ -63,10 +69,14 @@ class Fault(RuntimeError):
 class FakeStep:
     sampled: Sampled
     hook: Callable[[str, Batch | None], None]
+    hidden: np.ndarray
 
     def tokens(self) -> Sampled:
         self.hook("tokens", None)
         return self.sampled
+
+    def output(self, name: str) -> np.ndarray:
+        return {"hidden": self.hidden}[name]
 
 
 @dataclass
@@ -96,14 +106,15 @@ class FakeExecutable:
         for g, group in enumerate(self.spec.groups):
             if group.spec.paged:
                 self._cells[batch.slot_mapping[g]] = np.stack([np.full(batch.tokens, g), batch.positions, batch.token_ids], axis=1)
-        rows: dict[int, list[int]] = {int(row): [] for row in batch.sample_rows}
+        rows: dict[int, list[int]] = {int(row): [] for row in (*batch.sample_rows, *batch.pool_rows)}
         for s in range(batch.seqs):
             for g, group in enumerate(self.spec.groups):
                 self._read(batch, s, g, group, rows)
         logits = np.array([logits_of(rows[int(row)]) for row in batch.sample_rows], np.float32).reshape(-1, VOCAB)
+        hidden = np.array([hidden_of(rows[int(row)]) for row in batch.pool_rows], np.float32).reshape(-1, HIDDEN)
         if not len(logits):
-            return FakeStep(Sampled(np.zeros(0, np.int32)), self.hook)
-        return FakeStep(sample(logits, batch.sampling, vocab_size=VOCAB), self.hook)
+            return FakeStep(Sampled(np.zeros(0, np.int32)), self.hook, hidden)
+        return FakeStep(sample(logits, batch.sampling, vocab_size=VOCAB), self.hook, hidden)
 
     def copy_pages(self, src: Sequence[int], dst: Sequence[int]) -> None:
         """What the engine asks of the session."""
@@ -199,7 +210,7 @@ def fake_model(
     return SimpleNamespace(
         backend=SimpleNamespace(name="fake"), capabilities=Capabilities(("float32",), (), ("float32",)),
         session=SimpleNamespace(copy_pages=executable.copy_pages), executable=executable, kv_spec=spec, num_pages=pages,
-        vocab_size=VOCAB, max_model_len=max_model_len, eos_ids=frozenset({EOS}), fingerprint=fingerprint,
+        vocab_size=VOCAB, max_model_len=max_model_len, eos_ids=frozenset({EOS}), fingerprint=fingerprint, hidden_size=HIDDEN,
     )  # fmt: skip
 
 

@@ -43,11 +43,21 @@ def test_program_uses_known_operators_and_one_state_a_layer(family: str) -> None
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_only_sampled_rows_reach_the_output_projection(family: str) -> None:
-    program = build(tiny_config(family))
+    program = build(tiny_config(family)).only("logits")
     names = [c.name for c in program.calls]
     after = program.calls[names.index("gather_rows") :]
     assert [c.name for c in after][:3] == ["gather_rows", "rms_norm", "linear"]
     assert all(c.results[0].shape[0] == "rows" for c in after)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_only_pooled_rows_reach_the_hidden_states(family: str) -> None:
+    whole = build(tiny_config(family))
+    assert whole.outputs["hidden"].shape == ("pooled", 64)
+    program = whole.only("hidden")
+    assert [c.name for c in program.calls][-2:] == ["gather_rows", "rms_norm"]
+    assert {v.name for v in program.inputs} == {"token_ids", "positions", "query_starts", "context_lens", "pool_rows"}
+    assert not any(c.value.name == "lm_head.weight" for c in program.constants)
 
 
 def test_description_of_a_model() -> None:

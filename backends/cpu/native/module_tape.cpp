@@ -84,11 +84,12 @@ void check_step(const BoundTape& self, const Step& step, int64_t groups) {
 void begin(BoundTape& self, const nb::object& batch) {
   self.held.clear();
   Step step;
-  const char* const names[] = {"token_ids", "positions", "query_starts", "context_lens", "sample_rows"};
-  for (size_t i = 0; i < 5; ++i) step.inputs[i] = self.take<int32_t>(batch, names[i]);
+  const char* const names[] = {"token_ids", "positions", "query_starts", "context_lens", "sample_rows", "pool_rows"};
+  for (size_t i = 0; i < kInputs; ++i) step.inputs[i] = self.take<int32_t>(batch, names[i]);
   step.tokens = static_cast<int64_t>(nb::len(nb::object(batch.attr("token_ids"))));
   step.seqs = static_cast<int64_t>(nb::len(nb::object(batch.attr("context_lens"))));
   step.rows = static_cast<int64_t>(nb::len(nb::object(batch.attr("sample_rows"))));
+  step.pooled = static_cast<int64_t>(nb::len(nb::object(batch.attr("pool_rows"))));
   auto tables = nb::cast<Array<int32_t>>(batch.attr("block_tables"));
   step.block_tables = tables.data();
   step.blocks = tables.ndim() == 3 ? static_cast<int64_t>(tables.shape(2)) : 0;
@@ -193,6 +194,7 @@ void bind_values(nb::module_& m) {
       .def(nb::init<>())
       .def_static("tokens", [](int64_t offset) { return Ref{Space::tokens, offset, nullptr}; })
       .def_static("rows", [](int64_t offset) { return Ref{Space::rows, offset, nullptr}; })
+      .def_static("pooled", [](int64_t offset) { return Ref{Space::pooled, offset, nullptr}; })
       .def_static("fixed", [](int64_t offset) { return Ref{Space::fixed, offset, nullptr}; })
       .def_static("input", [](int64_t index) { return Ref{Space::input, index, nullptr}; })
       .def_static("floats", [](const Array<float>& array) { return Ref{Space::constant, 0, array.data()}; }, "A constant; the array must be kept alive.")
@@ -200,6 +202,7 @@ void bind_values(nb::module_& m) {
   nb::class_<Extent>(m, "Extent")
       .def_static("tokens", [](int64_t factor) { return Extent{Space::tokens, factor}; })
       .def_static("rows", [](int64_t factor) { return Extent{Space::rows, factor}; })
+      .def_static("pooled", [](int64_t factor) { return Extent{Space::pooled, factor}; })
       .def_static("fixed", [](int64_t factor) { return Extent{Space::fixed, factor}; });
   nb::class_<NormSpec>(m, "NormSpec")
       .def("__init__", [](NormSpec* self, const std::string& kind, Ref weight, Ref bias, float eps, float offset) {
@@ -301,9 +304,9 @@ void bind_tape(nb::module_& m) {
   tape.def(nb::init<std::shared_ptr<Runtime>, std::shared_ptr<KvPool>>(), "runtime"_a, "kv"_a.none());
   bind_row_ops(tape);
   bind_large_ops(tape);
-  tape.def("set_arenas", [](BoundTape& self, int64_t tokens, int64_t rows, int64_t fixed, int64_t max_tokens, int64_t max_rows) {
-    self.tape.set_arenas({tokens, rows, fixed}, max_tokens, max_rows);
-  }, "tokens"_a, "rows"_a, "fixed"_a, "max_tokens"_a, "max_rows"_a);
+  tape.def("set_arenas", [](BoundTape& self, int64_t tokens, int64_t rows, int64_t pooled, int64_t fixed, int64_t max_tokens, int64_t max_rows) {
+    self.tape.set_arenas({tokens, rows, pooled, fixed}, max_tokens, max_rows);
+  }, "tokens"_a, "rows"_a, "pooled"_a, "fixed"_a, "max_tokens"_a, "max_rows"_a);
   tape.def("__len__", [](const BoundTape& self) { return self.tape.size(); });
   tape.def("begin", &begin, "batch"_a);
   tape.def("run_range", &run_range, "first"_a, "last"_a);

@@ -11,21 +11,23 @@ Tape::Tape(std::shared_ptr<ThreadPool> pool, const Kernels& kernels, const linea
   step_.kv = kv_.get();
 }
 
-void Tape::set_arenas(std::array<int64_t, 3> numbers, int64_t max_tokens, int64_t max_rows) {
+void Tape::set_arenas(std::array<int64_t, kArenas> numbers, int64_t max_tokens, int64_t max_rows) {
   numbers_ = numbers;
-  max_tokens_ = max_rows_ = 0;
-  memory_[2] = std::make_unique<LazyMemory>(static_cast<size_t>(numbers[2]) * sizeof(float));
-  grow(std::max<int64_t>(max_tokens, 1), std::max<int64_t>(max_rows, 1));
+  units_ = {};
+  grow({max_tokens, max_rows, 0, 0});
 }
 
-void Tape::grow(int64_t tokens, int64_t rows) {
-  auto allocate = [&](size_t space, int64_t units) {
-    memory_[space].reset();
-    memory_[space] = std::make_unique<LazyMemory>(static_cast<size_t>(numbers_[space] * units) * sizeof(float));
-  };
-  if (tokens > max_tokens_) allocate(0, max_tokens_ = tokens);
-  if (rows > max_rows_) allocate(1, max_rows_ = rows);
-  for (size_t i = 0; i < 3; ++i) step_.arenas[i] = reinterpret_cast<float*>(memory_[i]->data());
+void Tape::grow(std::array<int64_t, kArenas> units) {
+  for (size_t i = 0; i < kArenas; ++i) {
+    const int64_t want = std::max<int64_t>(units[i], 1);
+    if (want > units_[i]) {
+      units_[i] = 0;
+      memory_[i].reset();
+      memory_[i] = std::make_unique<LazyMemory>(static_cast<size_t>(numbers_[i] * want) * sizeof(float));
+      units_[i] = want;
+    }
+    step_.arenas[i] = reinterpret_cast<float*>(memory_[i]->data());
+  }
 }
 
 void Tape::add(std::unique_ptr<Op> op, const char* name, bool barrier) {
@@ -39,7 +41,7 @@ void Tape::add(std::unique_ptr<Op> op, const char* name, bool barrier) {
 }
 
 void Tape::begin(const Step& step) {
-  grow(step.tokens, step.rows);
+  grow({step.tokens, step.rows, step.pooled, 0});
   const Step old = step_;
   step_ = step;
   step_.arenas = old.arenas;

@@ -1,6 +1,6 @@
 // The tape: a compiled Program as a flat list of operations that all threads walk together.
 //
-// Every value has a place in one of three arenas. Those of the symbolic arenas (tokens, rows) are laid out for one row and scaled by the
+// Every value has a place in one of four arenas. Those of the symbolic arenas (tokens, rows, pooled) are laid out for one row and scaled by the
 // number of rows in the step, so that a step of one token touches a few neighbouring cache lines and nothing is allocated in a step.
 #pragma once
 
@@ -18,12 +18,14 @@
 
 namespace trivium {
 
-enum class Space : int { tokens, rows, fixed, constant, input };
+enum class Space : int { tokens, rows, pooled, fixed, constant, input };
+inline constexpr size_t kArenas = 4;
 
 // The integer arrays of a step that operations may name.
-enum class Input : int { token_ids, positions, query_starts, context_lens, sample_rows };
+enum class Input : int { token_ids, positions, query_starts, context_lens, sample_rows, pool_rows };
+inline constexpr size_t kInputs = 6;
 
-// Where a value lies. tokens, rows: `offset` numbers (4 bytes each) times the rows of the step; fixed: `offset` numbers; constant: `pointer`;
+// Where a value lies. tokens, rows, pooled: `offset` numbers (4 bytes each) times the rows of the step; fixed: `offset` numbers; constant: `pointer`;
 // input: `offset` is an Input.
 struct Ref {
   Space space = Space::constant;
@@ -33,7 +35,7 @@ struct Ref {
   bool present() const { return space != Space::constant || pointer != nullptr; }
 };
 
-// A size: `factor` times the tokens or sampled rows of the step, or just `factor` (Space::fixed).
+// A size: `factor` times the tokens, sampled rows or pooled rows of the step, or just `factor` (Space::fixed).
 struct Extent {
   Space symbol = Space::fixed;
   int64_t factor = 0;
@@ -41,17 +43,17 @@ struct Extent {
 
 // One step, as operations see it.
 struct Step {
-  int64_t tokens = 0, seqs = 0, rows = 0;
+  int64_t tokens = 0, seqs = 0, rows = 0, pooled = 0;
   int64_t blocks = 0;  // columns of a block table
-  std::array<const int32_t*, 5> inputs{};
+  std::array<const int32_t*, kInputs> inputs{};
   const int32_t* block_tables = nullptr;  // [groups][seqs][blocks]
   const int64_t* slot_mapping = nullptr;  // [groups][tokens]
-  std::array<float*, 3> arenas{};
+  std::array<float*, kArenas> arenas{};
   const Kernels* kernels = nullptr;
   const linear::LinearKernels* linear = nullptr;
   const KvPool* kv = nullptr;
 
-  int64_t unit(Space space) const { return space == Space::tokens ? tokens : space == Space::rows ? rows : 1; }
+  int64_t unit(Space space) const { return space == Space::tokens ? tokens : space == Space::rows ? rows : space == Space::pooled ? pooled : 1; }
   int64_t count(Extent extent) const { return extent.factor * unit(extent.symbol); }
   float* floats(const Ref& ref) const {
     if (ref.space == Space::constant) return static_cast<float*>(const_cast<void*>(ref.pointer));
@@ -87,8 +89,9 @@ class Tape {
 public:
   Tape(std::shared_ptr<ThreadPool> pool, const Kernels& kernels, const linear::LinearKernels& linear, std::shared_ptr<KvPool> kv);
 
-  // Sizes of the arenas in numbers (per row for tokens and rows), and the largest step that is expected. A larger one grows them.
-  void set_arenas(std::array<int64_t, 3> numbers, int64_t max_tokens, int64_t max_rows);
+  // Sizes of the arenas in numbers (per row for all but fixed), and the largest step that is expected, without pooled rows. A larger one
+  // grows them.
+  void set_arenas(std::array<int64_t, kArenas> numbers, int64_t max_tokens, int64_t max_rows);
   void add(std::unique_ptr<Op> op, const char* name, bool barrier);
   int64_t size() const { return static_cast<int64_t>(ops_.size()); }
   // Keeps something alive as long as the tape.
@@ -109,15 +112,14 @@ public:
   const char* name(int64_t index) const { return ops_[static_cast<size_t>(index)]->name; }
 
 private:
-  void grow(int64_t tokens, int64_t rows);
+  void grow(std::array<int64_t, kArenas> units);
 
   std::shared_ptr<ThreadPool> pool_;
   std::shared_ptr<KvPool> kv_;
   std::vector<std::unique_ptr<Op>> ops_;
   std::vector<std::shared_ptr<const void>> kept_;
-  std::array<int64_t, 3> numbers_{};
-  int64_t max_tokens_ = 0, max_rows_ = 0;
-  std::array<std::unique_ptr<LazyMemory>, 3> memory_;
+  std::array<int64_t, kArenas> numbers_{}, units_{};
+  std::array<std::unique_ptr<LazyMemory>, kArenas> memory_;
   Step step_;
   Sampler sampler_;
   Shares sample_shares_;

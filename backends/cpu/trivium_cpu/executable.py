@@ -53,7 +53,7 @@ class TapeExecutable(Executable):
         if os.getpid() != self._process:
             raise BackendError("this model was loaded before a fork, which kept none of its threads; load it in the new process")
         self.steps += 1
-        sizes = {"tokens": batch.tokens, "rows": len(batch.sample_rows), "seqs": batch.seqs}
+        sizes = {"tokens": batch.tokens, "rows": len(batch.sample_rows), "pooled": len(batch.pool_rows), "seqs": batch.seqs}
         try:
             sampled = self._run_whole(batch) if self._whole and "logits" in self._outputs else self._run_parts(batch, sizes)
         except IndexError as e:

@@ -16,10 +16,10 @@ from trivium.plugin import Choice
 from trivium_cpu import _native
 from trivium_cpu.places import Arena, Barriers, Place
 
-INPUT_INDEX = {"token_ids": 0, "positions": 1, "query_starts": 2, "context_lens": 3, "sample_rows": 4}
+INPUT_INDEX = {"token_ids": 0, "positions": 1, "query_starts": 2, "context_lens": 3, "sample_rows": 4, "pool_rows": 5}
 ABSENT = Place("constant", 0, 0, _native.Ref())
 NO_NORM = _native.NormSpec("none", ABSENT.ref, ABSENT.ref, 0.0, 0.0)
-_ARENAS = ("tokens", "rows", "fixed")
+_SYMBOLS = ("tokens", "rows", "pooled")
 
 
 @dataclass
@@ -45,7 +45,7 @@ class Segment(NamedTuple):
 
 
 class Extent(NamedTuple):
-    """A size: `factor` times the symbol's ("tokens", "rows"; "fixed": 1)."""
+    """A size: `factor` times the symbol's (one of _SYMBOLS; "fixed": 1)."""
 
     symbol: str
     factor: int
@@ -66,7 +66,7 @@ class Storage:
 def extent_of(shape: Sequence[int | str]) -> Extent:
     """Numbers in a value of `shape`."""
     symbols = [d for d in shape if isinstance(d, str)]
-    if len(symbols) > 1 or any(s not in ("tokens", "rows") for s in symbols):
+    if len(symbols) > 1 or any(s not in _SYMBOLS for s in symbols):
         raise ProgramError(f"this backend can't lay out a value of shape {list(shape)}")
     return Extent(symbols[0] if symbols else "fixed", math.prod(d for d in shape if isinstance(d, int)))
 
@@ -85,7 +85,7 @@ class Lowering:
         self.kept: list[Any] = []
         self.segments: list[Segment] = []
         self.shared: dict[Any, Place] = {}
-        self._arenas = {name: Arena() for name in _ARENAS}
+        self._arenas = {name: Arena() for name in (*_SYMBOLS, "fixed")}
         self._barriers = Barriers()
         self._storage: dict[Value, Storage] = {}
         self._state_of = _state_indices(program)

@@ -12,8 +12,8 @@ ALIGN = 16
 
 
 class Place(NamedTuple):
-    """A piece of an arena or a constant. space: "tokens", "rows" (`offset` and `width` in numbers a row of the step), "fixed"
-    (numbers), "constant", "input" or "kv" (offset: the state's index). `ref`: the native form of it."""
+    """A piece of an arena or a constant. space: "tokens", "rows", "pooled" (`offset` and `width` in numbers a row of the step),
+    "fixed" (numbers), "constant", "input" or "kv" (offset: the state's index). `ref`: the native form of it."""
 
     space: str
     offset: int

@@ -94,6 +94,7 @@ class _Feeder:
             "query_starts": starts,
             "context_lens": contexts,
             "sample_rows": rows,
+            "pool_rows": rows[:0],
         }
         return {**defaults, **{name: a for name, a in given.items() if name in INPUTS}}
 

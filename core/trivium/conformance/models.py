@@ -72,6 +72,7 @@ def whole_model(program: Program, step: Sequences, page_size: int) -> Example:
         "token_ids": rng.integers(0, program.vocab_size, tokens, dtype=np.int32),
         "positions": np.concatenate([np.arange(a, b, dtype=np.int32) for a, b in zip(first, step.context_lens)]),
         "query_starts": step.query_starts, "context_lens": step.context_lens, "sample_rows": np.arange(tokens, dtype=np.int32),
+        "pool_rows": np.arange(0, tokens, 2, dtype=np.int32),
     }  # fmt: skip
     specs = state_specs(program)
     states = [random_state(specs[s.value], step, rng) for s in program.states]
@@ -94,6 +95,7 @@ class _Model:
     max_model_len: int = MAX_LEN
     eos_ids: frozenset[int] = frozenset()
     fingerprint: str = "tiny"
+    hidden_size: int = 0
 
 
 class _Numbers:

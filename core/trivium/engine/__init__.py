@@ -7,9 +7,10 @@ from trivium.engine.config import EngineConfig
 from trivium.engine.engine import Engine
 from trivium.engine.executor import Model
 from trivium.engine.outputs import CompletionOutput, Logprob, Metrics, RequestOutput, TokenLogprobs
+from trivium.engine.pooling import PoolingParams
 from trivium.engine.runner import Stats
 
 __all__ = [
-    "AsyncEngine", "CompletionOutput", "Engine", "EngineConfig", "Logprob", "Metrics", "Model", "RequestOutput", "Stats",
-    "TokenLogprobs",
+    "AsyncEngine", "CompletionOutput", "Engine", "EngineConfig", "Logprob", "Metrics", "Model", "PoolingParams", "RequestOutput",
+    "Stats", "TokenLogprobs",
 ]  # fmt: skip

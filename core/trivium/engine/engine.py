@@ -20,6 +20,7 @@ from trivium.engine.config import EngineConfig
 from trivium.engine.executor import Model
 from trivium.engine.intake import Intake
 from trivium.engine.outputs import Logprob, RequestOutput, TokenLogprobs
+from trivium.engine.pooling import PoolingParams
 from trivium.engine.request import Completion, Request
 from trivium.engine.runner import Flight, Landed, Runner, Stats
 from trivium.engine.speculation import Drafter, Speculative, Speculator, check_rewinds, lookup_drafter
@@ -89,14 +90,17 @@ class Engine:
         client_id: str | None = None,
         cache_salt: str = "",
         reader: Reader | None = None,
+        pooling: PoolingParams | None = None,
+        score_from: int = 1,
     ) -> int:
         """Takes a request and returns its id; `client_id` is only echoed. Lower priority runs first. cache_salt: prefix pages are
-        shared only between equal salts. reader: how to read the outputs as answers of a chat. Raises InvalidRequestError,
-        ContextLengthError, CapacityError or UnsupportedError; then nothing has changed."""
-        params = params or SamplingParams()
-        if stream and params.beam_width:
+        shared only between equal salts. reader: how to read the outputs as answers of a chat. pooling: no tokens are made (and no
+        params are taken), the output has an embedding of the prompt. score_from: prompt_logprobs begin with this token of the
+        prompt, earlier ones have none. Raises InvalidRequestError, ContextLengthError, CapacityError or UnsupportedError; then
+        nothing has changed."""
+        if stream and params is not None and params.beam_width:
             raise InvalidRequestError("a beam search has nothing to stream: its outputs are chosen at the end", param="stream")
-        request = self.intake.request(self._count + 1, prompt_ids, params, priority, cache_salt)
+        request = self.intake.request(self._count + 1, prompt_ids, params, priority, cache_salt, pooling, score_from)
         request.stream, request.client_id = stream, client_id
         if reader is not None:
             request.read_with(reader)
@@ -194,14 +198,17 @@ class Engine:
 
     def _settle(self, flight: Flight, landed: Landed) -> list[Completion]:
         """What the next step builds on: tokens and pages. Returns the outputs that a fault has ended."""
-        at, moved = 0, list[Completion]()
+        at, pooled, moved = 0, 0, list[Completion]()
         self.stats.steps += 1
         for completion, entry, row in zip(flight.completions, flight.plan.entries, flight.rows):
-            at += row.scores + row.sample
+            at, pooled = at + row.scores + row.sample, pooled + row.pooled
             if completion.finish_reason is not None:
                 continue  # ended while the step was under way
             try:
                 right = completion.grow(landed.ids[at - row.sample : at], entry.draft)
+                if row.pooled and completion.request.pool is not None and landed.hidden is not None:
+                    completion.request.pool.add(landed.hidden[pooled - row.pooled : pooled])
+                    entry.seq.pooled += row.pooled
                 entry.seq.scored += row.scores
                 self.kv.advance(entry.seq, entry.tokens + right)
                 self.stats.computed_tokens += entry.tokens + len(entry.draft)

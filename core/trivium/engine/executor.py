@@ -13,7 +13,8 @@ class Model(Protocol):
 
     num_pages: pages of the pool that Session.kv_store() made for kv_spec. vocab_size: ids from 0 that are accepted and sampled.
     max_model_len: tokens of prompt and output together. eos_ids end an output unless ignore_eos. fingerprint: identity of
-    weights and configuration; pages are never shared between different ones.
+    weights and configuration; pages are never shared between different ones. hidden_size: width of the Program's output "hidden",
+    0 if it has none.
     """
 
     @property
@@ -36,3 +37,5 @@ class Model(Protocol):
     def eos_ids(self) -> frozenset[int]: ...
     @property
     def fingerprint(self) -> str: ...
+    @property
+    def hidden_size(self) -> int: ...

@@ -9,8 +9,9 @@ from trivium.engine.beams import Beam, Beams
 from trivium.engine.config import EngineConfig
 from trivium.engine.executor import Model
 from trivium.engine.outputs import Clock
+from trivium.engine.pooling import Pool, PoolingParams
 from trivium.engine.request import Completion, Request, Text
-from trivium.errors import ContextLengthError, InvalidRequestError
+from trivium.errors import ContextLengthError, InvalidRequestError, UnsupportedError
 from trivium.kv import root_key
 from trivium.ops.sample import derive_seed
 from trivium.sampling import BeamSearch, SamplerState, SamplingParams, bad_word_ids, check_ids, fresh_seed
@@ -37,14 +38,29 @@ class Intake:
         self._check_fits = check_fits
         self._clock = clock
 
-    def request(self, number: int, prompt_ids: Sequence[int], params: SamplingParams, priority: int, salt: str) -> Request:
+    def request(
+        self, number: int, prompt_ids: Sequence[int], params: SamplingParams | None, priority: int, salt: str,
+        pooling: PoolingParams | None, score_from: int,
+    ) -> Request:  # fmt: skip
         """The request `number`, which nobody knows yet. Raises InvalidRequestError, ContextLengthError, CapacityError or
         UnsupportedError."""
         ids = self._check_prompt(prompt_ids)
+        if type(score_from) is not int or not 1 <= score_from <= len(ids):
+            raise InvalidRequestError(f"score_from must be from 1 to {len(ids)}, not {score_from!r}", param="score_from")
+        pool = None if pooling is None else self._pool(pooling, params, len(ids))
+        params = SamplingParams(temperature=0.0, max_tokens=0) if pool is not None else params or SamplingParams()
         capabilities = self.model.capabilities
         params.of_each_beam().check_supported(capabilities.sampling, self.model.backend.name, capabilities.unsupported)
         max_tokens = self._check_length(len(ids), params.max_tokens)
-        return self._build(number, ids, params, max_tokens, priority, salt)
+        return self._build(number, ids, params, max_tokens, priority, salt, pool, score_from)
+
+    def _pool(self, pooling: PoolingParams, params: SamplingParams | None, tokens: int) -> Pool:
+        if params is not None:
+            raise InvalidRequestError("a request with pooling makes no tokens; give it no sampling parameters", param="pooling")
+        if not self.model.hidden_size:
+            message = f"the backend {self.model.backend.name} gives no hidden states, which embeddings are made of; choose another"
+            raise UnsupportedError(message, param="pooling")
+        return Pool(pooling, tokens, self.model.hidden_size)
 
     def _check_prompt(self, prompt_ids: Sequence[int]) -> list[int]:
         ids = list(prompt_ids)
@@ -68,23 +84,30 @@ class Intake:
         self._check_fits(prompt + max(wanted - 1, 0))
         return wanted
 
-    def _build(self, number: int, ids: list[int], params: SamplingParams, max_tokens: int, priority: int, salt: str) -> Request:
+    def _build(
+        self, number: int, ids: list[int], params: SamplingParams, max_tokens: int, priority: int, salt: str, pool: Pool | None,
+        score_from: int,
+    ) -> Request:  # fmt: skip
         owner = "" if self._config.enable_prefix_caching else str(number)
         eos = frozenset() if params.ignore_eos else self.model.eos_ids
-        request = Request(number, ids, params, max_tokens, eos | set(params.stop_token_ids), Clock(self._clock()))
+        request = Request(number, ids, params, max_tokens, eos | set(params.stop_token_ids), Clock(self._clock()), pool=pool)
         scored = params.prompt_logprobs is not None
-        request.prompt_logprobs.append(None)
+        request.prompt_logprobs.extend([None] * score_from)
         root = root_key(self.model.fingerprint, "", salt, owner)
         seed = fresh_seed() if self._config.seed is None else derive_seed(self._config.seed % 2**64, number)
         search = BeamSearch(params, request.end_ids, max_tokens) if params.beam_width else None
         asked = params.of_each_beam(search.candidates) if search else params
         bad_words = bad_word_ids(params.bad_words, lambda text: self._tokenizer.encode(text, add_special_tokens=False))
+        known = ids if pool is None else ids[: pool.tokens]
         for index in range(asked.n):
             sampler = SamplerState(asked, ids, self.model.eos_ids, self.model.vocab_size, seed, index=index, bad_words=bad_words)
             seq = Stream(
-                ids, root, (priority, number, index), limit=len(ids) + max_tokens,
+                known, root, (priority, number, index), limit=len(known) + max_tokens,
                 score_end=len(ids) - 1 if scored and index == 0 else 0,
             )  # fmt: skip
+            seq.scored = score_from - 1
+            if pool is not None:
+                seq.pooled = pool.first
             text = Text(self._tokenizer, params)
             if search is not None:
                 beam = Beam(request, seq, sampler, text)

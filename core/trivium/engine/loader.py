@@ -92,6 +92,12 @@ class Loaded:
     routes: tuple[Route, ...]
     architecture: str
 
+    @property
+    def hidden_size(self) -> int:
+        """Width of the output "hidden"; 0 if the Program has none."""
+        hidden = self.program.outputs.get("hidden")
+        return int(hidden.shape[-1]) if hidden is not None else 0
+
     def summary(self) -> str:
         """One line: which weights went which way, and the page pool."""
         ways = Counter((r.storage, r.resident, r.lossless) for r in self.routes)
@@ -140,6 +146,8 @@ def plan(
         message = f"max_model_len {max_model_len} is more than the model's {positions} positions"
         raise InvalidRequestError(message, param="max_model_len")
     traced = traced or build(checkpoint.config, max_model_len=max_model_len)
+    if chosen.api_version < 2:
+        traced = traced.only("logits")
     kernels = kernels_of(chosen, device)
     program = rewrite(traced, patterns(kernels), accept=lambda call: accepts(call, kernels))
     routes = tuple(_route(c, program, checkpoint, capabilities, options) for c in program.constants)

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from trivium.errors import TriviumError
 from trivium.text.events import ContentDelta, Event, ReasoningDelta, ToolCall, joined, tool_calls
 
@@ -83,7 +86,8 @@ class CompletionOutput:
 class RequestOutput:
     """News of one request. A streaming request reports after every step what is new (text, token_ids and logprobs of each output
     that moved); any other reports once, whole, outputs in order of index. prompt_logprobs[i] belongs to prompt token i; the first
-    has none. metrics and error are set when it has finished."""
+    has none. embedding: float32[dimensions] of a request with pooling that ran to its end. metrics and error are set when it has
+    finished."""
 
     request_id: int
     prompt_token_ids: list[int]
@@ -91,6 +95,7 @@ class RequestOutput:
     finished: bool
     metrics: Metrics | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+    embedding: npt.NDArray[np.float32] | None = None
     error: TriviumError | None = None
     client_id: str | None = None
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from trivium.engine.pooling import Pool
 from trivium.engine.outputs import Clock, CompletionOutput, RequestOutput, TokenLogprobs
 from trivium.errors import TriviumError
 from trivium.sampling import SamplerState, SamplingParams
@@ -176,6 +177,7 @@ class Request:
     started: int = 1
     live: int = 0
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    pool: Pool | None = None
     error: TriviumError | None = None
     beams: Beams | None = None
 
@@ -198,6 +200,7 @@ class Request:
             finished=finished,
             metrics=self.clock.metrics(now) if finished else None,
             prompt_logprobs=None if self.params.prompt_logprobs is None else self.prompt_logprobs,
+            embedding=self.pool.result() if self.pool is not None and finished else None,
             error=self.error,
             client_id=self.client_id,
         )

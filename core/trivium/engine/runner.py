@@ -10,6 +10,7 @@ from trivium.engine.executor import Model
 from trivium.engine.request import Completion
 from trivium.errors import BackendError
 from trivium.ops import Batch, Sampled
+from trivium.ops.batch import F32
 from trivium.plugin.contract import Step
 from trivium.sampling import SamplerState, build_inputs
 from trivium.sched import RowMap, Scheduler, StepPlan, make_batch, sampled_rows
@@ -64,10 +65,12 @@ class Flight:
 
 
 class Landed(NamedTuple):
-    """What a step gave: what was sampled, its ids, when, and how long it took."""
+    """What a step gave: what was sampled, its ids, the pooled rows' hidden states (None: there are none), when, and how long it
+    took."""
 
     sampled: Sampled
     ids: list[int]
+    hidden: F32 | None
     now: float
     seconds: float
 
@@ -128,9 +131,10 @@ class Runner:
         started = flight.started
         try:
             sampled = flight.step.tokens()
+            hidden = self._hidden(flight, flight.step)
         finally:
             now = self.charge(flight)
-        return Landed(sampled, self._check_sampled(sampled, flight.rows), now, now - started)
+        return Landed(sampled, self._check_sampled(sampled, flight.rows), hidden, now, now - started)
 
     def charge(self, flight: Flight) -> float:
         """Counts the device's time up to now, which is returned."""
@@ -149,6 +153,16 @@ class Runner:
             self._stats.preemptions += 1
             self._completions[seq].request.clock.preempt(seq.order[2], began)
         self._scheduler.reserve(plan)
+
+    def _hidden(self, flight: Flight, step: Step) -> F32 | None:
+        """float32[pooled rows, hidden_size]; None if the step has no such rows."""
+        rows = sum([row.pooled for row in flight.rows])
+        if not rows:
+            return None
+        hidden, want = step.output("hidden"), (rows, self.model.hidden_size)
+        if hidden.shape != want:
+            raise BackendError(f"the backend returned hidden states of shape {hidden.shape}, not {want}")
+        return hidden
 
     def _check_sampled(self, sampled: Sampled, rows: list[RowMap]) -> list[int]:
         want = sum([row.scores + row.sample for row in rows])

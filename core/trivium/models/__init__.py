@@ -44,7 +44,8 @@ def describe(config: RawConfig) -> ModelInfo:
 
 
 def build(config: RawConfig, *, max_model_len: int | None = None) -> Program:
-    """The Program of the model: output "logits"[rows, vocab_size] for the rows in the input "sample_rows".
+    """The Program of the model: output "logits"[rows, vocab_size] for the rows in the input "sample_rows", and "hidden"[pooled,
+    hidden_size], what the output projection reads, for those in "pool_rows".
 
     `max_model_len`: the longest context that will be used, in tokens (default: what the model allows); frequency tables that
     depend on the length (LongRoPE, dynamic) are chosen by it. Raises as `describe`.

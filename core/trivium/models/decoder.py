@@ -102,11 +102,13 @@ class Decoder:
         return self.finish(x)
 
     def finish(self, x: Value, *, softcap: float | None = None) -> Program:
-        """Final norm and output projection of the sampled rows only: logits[rows, vocab]."""
-        h = self.norm(self.b.gather_rows(x, self.b.input("sample_rows")), "model.norm")
+        """Final norm of the pooled rows, hidden[pooled, hidden], and of the sampled ones with their output projection,
+        logits[rows, vocab]."""
+        rows = [self.b.gather_rows(x, self.b.input(name)) for name in ("pool_rows", "sample_rows")]
+        hidden, h = (self.norm(x, "model.norm") for x in rows)
         source = "model.embed_tokens.weight" if self.info.tied else None
         head = self.b.weight("lm_head.weight", (self.info.vocab_size, self.info.hidden_size), source=source)
         logits = self.b.linear(h, head, None)
         if softcap is not None:
             logits = self.b.softcap(logits, cap=softcap)
-        return self.b.finish({"logits": logits}, vocab_size=self.info.vocab_size)
+        return self.b.finish({"logits": logits, "hidden": hidden}, vocab_size=self.info.vocab_size)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -66,13 +66,18 @@ class Sampled(NamedTuple):
     top_logprobs: F32 | None = None
 
 
+def _none() -> I32:
+    return np.zeros(0, np.int32)
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One step. T tokens of S sequences, R sampled rows, G groups, B blocks (longest table of the step).
+    """One step. T tokens of S sequences, R sampled rows, P pooled rows, G groups, B blocks (longest table of the step).
 
     token_ids, positions: int32[T], sequence after sequence. query_starts: int32[S+1]. context_lens: int32[S], tokens in the cache
     once this step has run. block_tables: int32[G, S, B] (see PagedState). slot_mapping: int64[G, T].
     sample_rows: int32[R], rows of token_ids whose logits are wanted, ascending. sampling: R rows.
+    pool_rows: int32[P], rows of token_ids whose final hidden states are wanted (the Program's output "hidden"), ascending.
     """
 
     token_ids: I32
@@ -83,6 +88,7 @@ class Batch:
     slot_mapping: I64
     sample_rows: I32
     sampling: SampleInputs
+    pool_rows: I32 = field(default_factory=_none)
 
     @property
     def tokens(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -12,13 +12,14 @@ import numpy.typing as npt
 from trivium.ops.schema import MakeCases, Operator, Shape
 from trivium.ops.state import StateSpec
 
-# The inputs every Program may name; they are the fields of Batch. Symbols: tokens and seqs of the step, rows sampled.
+# The inputs every Program may name; they are the fields of Batch. Symbols: tokens and seqs of the step, rows sampled, rows pooled.
 INPUTS: Mapping[str, tuple[Shape, str]] = {
     "token_ids": (("tokens",), "int32"),
     "positions": (("tokens",), "int32"),
     "query_starts": (("seqs+1",), "int32"),
     "context_lens": (("seqs",), "int32"),
     "sample_rows": (("rows",), "int32"),
+    "pool_rows": (("pooled",), "int32"),
 }
 
 
@@ -70,7 +71,8 @@ class Call:
 
 @dataclass(frozen=True)
 class Program:
-    """inputs, constants (weights by name), states (one a layer), calls in SSA order, outputs by name ("logits", "hidden")."""
+    """inputs, constants (weights by name), states (one a layer), calls in SSA order, outputs by name: "logits" of the sampled rows,
+    "hidden" of the pooled ones."""
 
     inputs: tuple[Value, ...]
     constants: tuple[Constant, ...]
@@ -87,6 +89,18 @@ class Program:
                 if value is not None:
                     readers.setdefault(value, []).append(call)
         return readers
+
+    def only(self, *names: str) -> Program:
+        """The Program with these of its outputs, and nothing that none of them needs. States all stay."""
+        outputs = {name: self.outputs[name] for name in names}
+        needed, calls = set(outputs.values()), list[Call]()
+        for call in reversed(self.calls):
+            if not needed.isdisjoint(call.results):
+                needed.update(v for v in call.args if v is not None)
+                calls.append(call)
+        inputs = tuple(v for v in self.inputs if v in needed)
+        constants = tuple(c for c in self.constants if c.value in needed)
+        return replace(self, inputs=inputs, constants=constants, calls=tuple(reversed(calls)), outputs=outputs)
 
     def __str__(self) -> str:
         from trivium.ops.printer import format_program

@@ -21,7 +21,8 @@ from trivium.ops import Batch, Call, Group, KVSpec, Operator, Pattern, Program, 
 
 API_VERSION = 2
 """The version of this file. The host accepts plugins written for API_VERSION and, with a DeprecationWarning, API_VERSION - 1.
-2: Batch has adapters and pool_rows, a Program may have the output "hidden", asynchronous, graph_cost and option "graph_sizes"."""
+2: Batch has adapters and pool_rows, a Program may have the output "hidden" (those for version 1 have not), asynchronous,
+graph_cost and option "graph_sizes"."""
 
 Tensor = Any
 """A backend's own tensor type: the core passes such objects around and never looks inside."""
@@ -134,7 +135,8 @@ class Step(ABC):
 
     @abstractmethod
     def output(self, name: str) -> npt.NDArray[np.float32]:
-        """Waits and returns one of the Program's outputs as float32 (rows in the order of batch.sample_rows)."""
+        """Waits and returns one of the Program's outputs as float32: "logits" in the order of batch.sample_rows, "hidden" of
+        batch.pool_rows. Asked for before the next step is run."""
 
 
 class Executable(ABC):

@@ -14,11 +14,12 @@ from trivium.sched.scheduler import Entry
 
 class RowMap(NamedTuple):
     """Which logits one entry wants: `scores` rows from position `start` on give logprobs of the next prompt token; `sample`
-    tokens are drawn behind the last known one and behind every draft."""
+    tokens are drawn behind the last known one and behind every draft. The hidden states of its last `pooled` rows are wanted."""
 
     start: int
     scores: int
     sample: int
+    pooled: int = 0
 
 
 def sampled_rows(entry: Entry) -> RowMap:
@@ -26,7 +27,7 @@ def sampled_rows(entry: Entry) -> RowMap:
     seq, end = entry.seq, entry.start + entry.tokens
     first = max(entry.start, seq.scored)
     draws = 1 + len(entry.draft) if end == seq.length < seq.limit else 0
-    return RowMap(first, max(min(end, seq.score_end) - first, 0), draws)
+    return RowMap(first, max(min(end, seq.score_end) - first, 0), draws, max(end - max(entry.start, seq.pooled), 0))
 
 
 def make_batch(entries: Seq[Entry], rows: Seq[RowMap], kv: KVCache, sampling: SampleInputs) -> Batch:
@@ -35,8 +36,9 @@ def make_batch(entries: Seq[Entry], rows: Seq[RowMap], kv: KVCache, sampling: Sa
     tokens: list[int] = []
     positions: list[int] = []
     wanted: list[int] = []
+    pool_rows: list[int] = []
     query_starts, spans = [0], list[tuple[int, int, int]]()
-    for (seq, start, count, _, draft), (first, scores, sample) in zip(entries, rows):
+    for (seq, start, count, _, draft), (first, scores, sample, pooled) in zip(entries, rows):
         known, offset = start + count, len(tokens) - start
         tokens.extend(seq.tokens(start, known))
         tokens.extend(draft)
@@ -44,6 +46,7 @@ def make_batch(entries: Seq[Entry], rows: Seq[RowMap], kv: KVCache, sampling: Sa
         positions.extend(range(start, end))
         wanted.extend(range(first + offset, first + offset + scores))
         wanted.extend(range(known + offset - 1, known + offset - 1 + sample))
+        pool_rows.extend(range(known + offset - pooled, known + offset))
         query_starts.append(end + offset)
         spans.append((seq.row, start, end))
     return Batch(
@@ -55,4 +58,5 @@ def make_batch(entries: Seq[Entry], rows: Seq[RowMap], kv: KVCache, sampling: Sa
         slot_mapping=kv.slots(spans),
         sample_rows=np.array(wanted, np.int32),
         sampling=sampling,
+        pool_rows=np.array(pool_rows, np.int32),
     )

@@ -30,7 +30,8 @@ class Sequence(Stream):
     score_end: rows 0..score_end-1 are wanted for the logprobs of the next prompt token; scored: how many of them are done.
     limit: length at which it ends at the latest; up to it, a token is drawn once all known ones are computed. due: its last token
     stands for one that the device has still to give (see Scheduler.landed). fork_at: prefill stops there, so that others can begin
-    with what is computed by then; 0: it doesn't. lockstep: its next token is chosen together with those of its siblings.
+    with what is computed by then; 0: it doesn't. lockstep: its next token is chosen together with those of its siblings. pooled:
+    the hidden states of the rows from here on are still wanted.
     """
 
     def __init__(self, tokens: Seq[int], root: bytes, order: Order, *, score_end: int = 0, limit: int = sys.maxsize) -> None:
@@ -41,13 +42,15 @@ class Sequence(Stream):
         self.limit = limit
         self.fork_at = 0
         self.lockstep = False
+        self.pooled = sys.maxsize
         self.running = False
         self.due = False
 
     @property
     def reusable(self) -> int:
-        """Leading tokens that needn't be computed if their pages are found: the last one is, and whatever is still to be scored."""
-        return self.length - 1 if self.scored >= self.score_end else self.scored
+        """Leading tokens that needn't be computed if their pages are found: the last one is, and whatever is still to be scored or
+        pooled."""
+        return min(self.length - 1 if self.scored >= self.score_end else self.scored, self.pooled)
 
     @property
     def parked(self) -> bool:
