@@ -43,7 +43,7 @@ class Index:
 
     def ends(self, suffix: Seq[int], root: bytes = b"") -> Iterator[int]:
         """Ends of runs that equal the last `order` tokens of `suffix`, latest first, MAX_TRIES at most."""
-        end = self._last.get((root, *suffix[-self.order :]), -1)
+        end = self._last.get((root, *suffix[-self.order :]), -1) if len(suffix) >= self.order else -1
         for _ in range(MAX_TRIES):
             if end < 0:
                 return
