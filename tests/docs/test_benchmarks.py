@@ -35,3 +35,10 @@ def test_a_short_soak_ends_with_nothing_lost(backend: str):
     report = json.loads(run("soak_engine.py", "--json", "--requests", "60", "--backend", backend))
     assert report["completed"] == report["requests"] == 120
     assert report["mismatches"] == report["leaked_blocks"] == report["invariant_failures"] == 0
+
+
+@pytest.mark.weights
+@pytest.mark.slow
+def test_speculation_is_measured_with_equal_ids():
+    report = json.loads(run("speculation.py", "--repeat", "1", "--tokens", "24", "ngram", "draft"))
+    assert set(report["ngram"]) >= {"copy", "random"} and report["draft"]["copy"]["ratio"] > 0

@@ -89,7 +89,9 @@ class _Lookup(Drafter):
         self._indices.pop(seq, None)
 
     def _index(self, seq: Sequence) -> Index:
-        index = self._indices.setdefault(seq, Index(self._shortest))
+        index = self._indices.get(seq)
+        if index is None:
+            index = self._indices[seq] = Index(self._shortest)
         index.extend(seq.tokens(len(index.tokens)))
         return index
 

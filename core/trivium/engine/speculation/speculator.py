@@ -42,11 +42,12 @@ class Costs:
         self._count += 1
         if self._count % REFRESH == 0:
             self._steps.clear()
+            self._place /= 2
         self._steps[tokens] = _average(self._steps.get(tokens, seconds), seconds)
         self._sizes = sorted(self._steps)
 
     def proposal(self, places: int, seconds: float) -> None:
-        """Drafts of at most `places` tokens took that long."""
+        """Drafts of at most `places` tokens took that long, for sequences that the drafter knew."""
         self._place = _average(self._place, seconds / places)
 
     def knows(self, tokens: int) -> bool:
@@ -72,6 +73,8 @@ class _Record:
         self._right = 0.0
         self._tried = 0.0
         self._hope = 0.5
+        self.fresh = True
+        """No draft was asked for yet: the drafter will have to take in the whole sequence first."""
 
     @property
     def rate(self) -> float:
@@ -127,8 +130,9 @@ class Speculator:
                 asks.append(Ask(entry.seq, allowed, self._completions[entry.seq].sampler))
                 places.append(at)
         for at, ask, draft in zip(places, asks, self._propose(asks)):
-            usable = len(ask.sampler.ahead(draft)) - 1
-            plan.entries[at] = plan.entries[at]._replace(draft=tuple(draft[:usable]))
+            if draft:
+                usable = len(ask.sampler.ahead(draft)) - 1
+                plan.entries[at] = plan.entries[at]._replace(draft=tuple(draft[:usable]))
 
     def measure(self, plan: StepPlan, seconds: float) -> None:
         """The device took `seconds` for this plan."""
@@ -196,7 +200,11 @@ class Speculator:
             _log.warning("no drafts for this step, as proposing them failed%s: %s", last, fault, exc_info=fault)
         seconds = self._clock() - began
         self._stats.draft_seconds += seconds
-        self._costs.proposal(max(ask.limit for ask in asks), seconds)
+        records = [self._records[ask.seq] for ask in asks]
+        if not any(record.fresh for record in records):
+            self._costs.proposal(max(ask.limit for ask in asks), seconds)
+        for record in records:
+            record.fresh = False
         return drafts
 
 
