@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from trivium.api import LLM, AsyncLLM
     from trivium.engine import CompletionOutput, Metrics, PoolingParams, RequestOutput
     from trivium.sampling import SamplingParams
+    from trivium.text import ToolCall
 
 __version__ = "0.1.0"
 
@@ -28,10 +29,12 @@ _HOMES = {
     "CompletionOutput": "trivium.engine",
     "Metrics": "trivium.engine",
     "PoolingParams": "trivium.engine",
+    "ToolCall": "trivium.text",
     "errors": "trivium.errors",
 }
 __all__ = [
-    "LLM", "AsyncLLM", "CompletionOutput", "Metrics", "PoolingParams", "RequestOutput", "SamplingParams", "__version__", "errors",
+    "LLM", "AsyncLLM", "CompletionOutput", "Metrics", "PoolingParams", "RequestOutput", "SamplingParams", "ToolCall",
+    "__version__", "errors",
 ]  # fmt: skip
 
 

@@ -66,7 +66,7 @@ def test_named_templates_are_chosen_by_name_and_for_tools() -> None:
     data = byte_level_data(
         chat_template=[
             {"name": "default", "template": "D"},
-            {"name": "tool_use", "template": "T"},
+            {"name": "tool_use", "template": "{% if tools %}T{% endif %}"},
             {"name": "rag", "template": "R"},
         ]
     )
@@ -77,7 +77,7 @@ def test_named_templates_are_chosen_by_name_and_for_tools() -> None:
         "R",
     ]
     with_tools = sentencepiece_gguf(chat_template="D")
-    with_tools["metadata"]["tokenizer.chat_template.tool_use"] = "T"
+    with_tools["metadata"]["tokenizer.chat_template.tool_use"] = "{% if tools %}T{% endif %}"
     assert Tokenizer.from_data(with_tools).render_chat(USER, tools=TOOLS) == "T"
 
 
@@ -187,6 +187,12 @@ def test_o30_developer_beside_system_becomes_one_system_message(chatml: Tokenize
         assert text.startswith("<|im_start|>system\nA\n\nB<|im_end|>\n<|im_start|>user")
     both = chatml.render_chat([{"role": "system", "content": "A"}, {"role": "system", "content": "B"}, *USER])
     assert both.count("<|im_start|>system") == 2
+
+
+def test_tools_for_a_template_that_does_not_show_them_are_refused(gemma: Tokenizer) -> None:
+    with pytest.raises(TemplateError, match="does not show tools to the model") as caught:
+        gemma.render_chat([{"role": "user", "content": "hi"}], tools=TOOLS)
+    assert caught.value.param == "tools"
 
 
 def history(arguments: object) -> list[dict[str, object]]:

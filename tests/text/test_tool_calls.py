@@ -128,7 +128,7 @@ def test_any_text_in_any_pieces_gives_the_same_events(
             assert isinstance(json.loads(call.arguments), dict)
 
 
-@given(st.sampled_from(sorted(TOOLS)), st.text("abc {}[]\"'<>|:,\n", max_size=40))
+@given(st.sampled_from(sorted(TOOLS)), st.text("abc {}[]\"'<>|:,\n", max_size=40) | rubbish)
 @settings(max_examples=300, deadline=None)
 def test_text_without_calls_comes_out_whole(family: str, text: str) -> None:
     events = parse(family, list(text))
@@ -380,6 +380,13 @@ def test_a_forced_call_has_a_schema_of_one_call() -> None:
     ]:  # fmt: skip
         for form, want in ((required, fits), (named, fits_named)):
             assert jsonschema.Draft202012Validator(form).is_valid(value) is want
+    nested = {
+        "properties": {"next": {"$ref": "#/$defs/node"}},
+        "$defs": {"node": {"type": "object", "properties": {"n": {"$ref": "#"}}}},
+    }
+    form = ToolUse.of([tool(), tool("tree", parameters=nested)], "required").forced
+    for value, fits in (({"next": {"n": {"next": {}}}}, True), ({"next": {"n": {"next": 3}}}, False)):
+        assert jsonschema.Draft202012Validator(form).is_valid({"name": "tree", "arguments": value}) is fits
     assert ToolUse.of(tools, "auto").forced is None is ToolUse.of(tools).forced
     assert ToolUse.of(tools, "none") == ToolUse(None, {}, None)
 

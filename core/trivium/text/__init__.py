@@ -6,7 +6,11 @@ Importing this package loads neither `tokenizers` nor `jinja2`; the first tokeni
 from __future__ import annotations
 
 from trivium.text.detokenizer import Detokenizer
+from trivium.text.events import CallArguments, CallEnd, CallStart, ContentDelta, Event, ReasoningDelta, ToolCall
 from trivium.text.stops import StopMatcher
 from trivium.text.tokenizer import Tokenizer
 
-__all__ = ["Detokenizer", "StopMatcher", "Tokenizer"]
+__all__ = [
+    "CallArguments", "CallEnd", "CallStart", "ContentDelta", "Detokenizer", "Event", "ReasoningDelta", "StopMatcher", "Tokenizer",
+    "ToolCall",
+]  # fmt: skip

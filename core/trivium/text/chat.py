@@ -21,7 +21,7 @@ _ROLES = frozenset({"system", "user", "assistant", "tool", "developer", "functio
 
 class ChatTemplate:
     """A compiled template. words: its string constants, such as roles; iterates: it takes content as a list of parts; joins: it
-    takes a tool call's arguments as JSON text, which it puts between other texts, not as an object."""
+    takes a tool call's arguments as JSON text, which it puts between other texts, not as an object; offers: it shows tools."""
 
     def __init__(self, source: str) -> None:
         if len(source) > MAX_TEMPLATE:
@@ -34,11 +34,15 @@ class ChatTemplate:
             raise TemplateError(f"the chat template can't be compiled: {error}", param="chat_template") from error
         self.words = {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}
         self.iterates = _iterates_content(tree)
+        self.offers = any(name.name == "tools" for name in tree.find_all(nodes.Name))
         sums = [side for add in tree.find_all(nodes.Add) for side in (add.left, add.right)]
         self.joins = any(_is_field(side, "arguments", set()) for side in sums)
 
     def render(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
         """The prompt for `messages`; TemplateError if the template refuses them or passes its bounds."""
+        if variables.get("tools") and not self.offers:
+            message = "the chat template does not show tools to the model; leave them out, or pass a chat template that does"
+            raise TemplateError(message, param="tools")
         pieces, size = [], 0
         try:
             for piece in self._template.generate(messages=prepare(messages, self), **variables):

@@ -112,7 +112,8 @@ class OutputParser:
     def _text(self, kind: type[ContentDelta] | type[ReasoningDelta], markers: tuple[str, ...], first: tuple[str, ...]) -> _Reads:
         """Lets text through up to one of `markers`, or of `first` while there was no content; returns it, held, or ""."""
         tail, self._kind = "", kind
-        plain = re.compile(rf"[^\s{re.escape(''.join(sorted({m[0] for m in markers})))}]+")
+        other = rf"[^\s{re.escape(''.join(sorted({marker[0] for marker in markers})))}]+"
+        plain = re.compile(rf"{other}(?:\s++{other})*")
         while True:
             self._plain = None if tail or self._held or self._back or (first and self._fresh) else plain
             char = yield from self._next()

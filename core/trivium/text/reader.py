@@ -81,16 +81,21 @@ def _chosen(choice: Any, schemas: Schemas) -> list[str]:
 
 def _call_schema(schemas: Schemas) -> dict[str, Any]:
     """Of {"name", "arguments"} for one of the tools."""
-    calls = [
-        {
-            "type": "object",
-            "properties": {"name": {"const": name}, "arguments": {"type": "object", **schema}},
-            "required": ["name", "arguments"],
-            "additionalProperties": False,
-        }
-        for name, schema in schemas.items()
-    ]
-    return calls[0] if len(calls) == 1 else {"anyOf": calls}
+    calls = []
+    for i, (name, schema) in enumerate(schemas.items()):
+        arguments = {"type": "object", **_moved(schema, f"#/anyOf/{i}/properties/arguments")}
+        properties = {"name": {"const": name}, "arguments": arguments}
+        calls.append({"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False})
+    return {"anyOf": calls}
+
+
+def _moved(schema: Any, root: str) -> Any:
+    """A schema that becomes part of another, at `root`: its references to itself follow."""
+    if isinstance(schema, Mapping):
+        moved = {key: _moved(value, root) for key, value in schema.items()}
+        local = str(schema.get("$ref")).startswith("#")
+        return moved | {"$ref": root + schema["$ref"][1:]} if local else moved
+    return [_moved(item, root) for item in schema] if isinstance(schema, list) else schema
 
 
 @dataclass(frozen=True)

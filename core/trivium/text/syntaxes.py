@@ -106,9 +106,10 @@ def _until(text: str, close: str) -> str:
 
 
 def _typed(value: str, schemas: Schemas, name: str, key: str) -> Any:
-    """A value as its schema's type wants it; text where that is a string, is not known, or does not fit."""
-    properties = schemas.get(name, {}).get("properties", {})
-    if properties.get(key, {}).get("type", "string") == "string":
+    """A value as its schema's type wants it; text where that may be a string, is not known, or does not fit."""
+    schema = schemas.get(name, {}).get("properties", {}).get(key)
+    types = schema.get("type", "string") if isinstance(schema, Mapping) else "string"
+    if "string" in types:
         return value
     try:
         return json.loads({"True": "true", "False": "false", "None": "null"}.get(value, value))
