@@ -29,8 +29,9 @@ class Metrics:
     """Times of one request in seconds; None where there is nothing to measure.
 
     queue_time: arrival until first scheduled. prefill_time: from there until the last prompt token is computed. decode_time: first
-    to last token. time_to_first_token: arrival to first token, queue included. mean_itl: mean gap between successive tokens of
-    one output. e2e_time: arrival to the end. preempted_time: spent waiting after preemptions, in none of the above apart from
+    to last token. time_to_first_token: arrival to first token, queue included. mean_itl: mean gap between the
+    moments at which one output grew. time_per_output_token: the same time over the number of tokens; smaller where a step yields
+    several. Both are means over the outputs, None where an output has one token. e2e_time: arrival to the end. preempted_time: spent waiting after preemptions, in none of the above apart from
     the interval it falls into. num_cached_tokens: prompt tokens found in the prefix cache when first scheduled.
     num_draft_tokens, num_accepted_tokens: guesses that were checked, and those that came true.
     """
@@ -40,6 +41,7 @@ class Metrics:
     decode_time: float | None
     time_to_first_token: float | None
     mean_itl: float | None
+    time_per_output_token: float | None
     e2e_time: float
     preempted_time: float
     num_cached_tokens: int
@@ -115,6 +117,7 @@ class Clock:
     drafted: int = 0
     accepted: int = 0
     gaps: int = 0
+    later_tokens: int = 0
     gap_time: float = 0.0
     _waiting_since: dict[int, float] = field(default_factory=dict)
 
@@ -133,7 +136,8 @@ class Clock:
         if self.first_token is None:
             self.first_token = now
         if previous is not None:
-            self.gaps += 1
+            self.later_tokens += 1
+            self.gaps += now != previous  # tokens of one step have one time
             self.gap_time += now - previous
         self.last_token = max(now, self.last_token or now)
 
@@ -145,6 +149,7 @@ class Clock:
             decode_time=_span(self.first_token, self.last_token),
             time_to_first_token=_span(self.arrival, self.first_token),
             mean_itl=self.gap_time / self.gaps if self.gaps else None,
+            time_per_output_token=self.gap_time / self.later_tokens if self.later_tokens else None,
             e2e_time=now - self.arrival,
             preempted_time=self.preempted_time,
             num_cached_tokens=self.cached_tokens,
