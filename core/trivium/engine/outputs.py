@@ -29,10 +29,10 @@ class Metrics:
     """Times of one request in seconds; None where there is nothing to measure.
 
     queue_time: arrival until first scheduled. prefill_time: from there until the last prompt token is computed. decode_time: first
-    to last token. time_to_first_token: arrival to first token, queue included. mean_itl: mean gap between the
-    moments at which one output grew. time_per_output_token: the same time over the number of tokens; smaller where a step yields
-    several. Both are means over the outputs, None where an output has one token. e2e_time: arrival to the end. preempted_time: spent waiting after preemptions, in none of the above apart from
-    the interval it falls into. num_cached_tokens: prompt tokens found in the prefix cache when first scheduled.
+    to last token. time_to_first_token: arrival to first token, queue included. mean_itl: mean gap between the moments at which an
+    output grew. time_per_output_token: the same time by the number of tokens, so smaller where a step yields several; both are None
+    if no output has a second token. e2e_time: arrival to the end. preempted_time: spent waiting after preemptions, in none of the
+    above apart from the interval it falls into. num_cached_tokens: prompt tokens found in the prefix cache when first scheduled.
     num_draft_tokens, num_accepted_tokens: guesses that were checked, and those that came true.
     """
 
