@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from trivium import errors
     from trivium.api import LLM, AsyncLLM
     from trivium.engine import CompletionOutput, Metrics, PoolingParams, RequestOutput
-    from trivium.sampling import SamplingParams
+    from trivium.sampling import SamplingParams, StructuredOutputs
     from trivium.text import ToolCall
 
 __version__ = "0.1.0"
@@ -25,6 +25,7 @@ _HOMES = {
     "LLM": "trivium.api",
     "AsyncLLM": "trivium.api",
     "SamplingParams": "trivium.sampling",
+    "StructuredOutputs": "trivium.sampling",
     "RequestOutput": "trivium.engine",
     "CompletionOutput": "trivium.engine",
     "Metrics": "trivium.engine",
@@ -33,8 +34,8 @@ _HOMES = {
     "errors": "trivium.errors",
 }
 __all__ = [
-    "LLM", "AsyncLLM", "CompletionOutput", "Metrics", "PoolingParams", "RequestOutput", "SamplingParams", "ToolCall",
-    "__version__", "errors",
+    "LLM", "AsyncLLM", "CompletionOutput", "Metrics", "PoolingParams", "RequestOutput", "SamplingParams", "StructuredOutputs",
+    "ToolCall", "__version__", "errors",
 ]  # fmt: skip
 
 

@@ -304,6 +304,7 @@ class LLM(_Opened):
                 self._drop(number)
 
     def _add(self, request: _Request, *, stream: bool = False) -> int:
+        self.engine.prepare(request.params)
         with self._lock:
             self._check_open()
             number = self.engine.add_request(request.ids, request.params, stream=stream, **request.options)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from trivium.errors import InvalidRequestError
 from trivium.ops import SampleInputs
+from trivium.ops.batch import id_mask
 from trivium.ops.sample import derive_seed, sample
 from trivium.sampling import SamplerState, SamplingParams, build_inputs, fresh_seed
 
@@ -200,11 +201,42 @@ def test_states_ahead_of_what_does_not_depend_on_the_output_are_one_object():
     assert {id(row) for row in s.ahead([1, 2, 3, 4])} == {id(s)}
 
 
-def test_each_state_ahead_may_have_a_mask_of_its_own():
-    s = state(SamplingParams(temperature=0))
-    masks = [None, np.array([1 << 7, 0], np.uint32), np.array([0, 1], np.uint32)]
-    rows = s.ahead([4, 5], masks)
-    assert s.mask is None and [draw(row, np.arange(V)) for row in rows] == [V - 1, 7, 32]
+class Alternating:
+    """A grammar of even ids, then odd ones, in turns; 39 completes it."""
+
+    def __init__(self) -> None:
+        self.odd, self.complete = 0, False
+
+    def accept(self, token: int) -> None:
+        self.odd, self.complete = 1 - self.odd, token == 39
+
+    def mask(self) -> np.ndarray:
+        return id_mask(range(self.odd, V, 2), V)
+
+    def masks_ahead(self, drafts: list[int]) -> list[np.ndarray]:
+        wrong = next((j for j, token in enumerate(drafts) if token % 2 != (self.odd + j) % 2), len(drafts))
+        return [id_mask(range((self.odd + j) % 2, V, 2), V) for j in range(wrong + 1)]
+
+
+def test_a_grammar_narrows_the_mask_and_each_state_ahead_has_its_own():
+    s = state(SamplingParams(temperature=0, allowed_token_ids=[4, 5, 6, 7, 39]), grammar=Alternating())
+    assert [draw(row, np.arange(V)) for row in s.ahead([4, 5])] == [6, 39, 6]
+    assert len(s.ahead([4, 6, 5])) == 2 and len(s.ahead([5])) == 1
+    assert draw(s, np.arange(V)) == 6 and not s.complete
+    s.append(6)
+    assert draw(s, np.arange(V)) == 39 and [draw(row, -np.arange(V)) for row in s.ahead([5])] == [5, 4]
+    s.append(39)
+    assert s.complete
+
+
+def test_a_grammar_and_the_other_limits_may_leave_no_token():
+    with pytest.raises(InvalidRequestError, match="no token is left") as refused:
+        state(SamplingParams(allowed_token_ids=[5, 7]), grammar=Alternating())
+    assert refused.value.param == "allowed_token_ids"
+    s = state(SamplingParams(allowed_token_ids=[4, 5]), bad_words=[(4, 5)], grammar=Alternating())
+    assert len(s.ahead([4, 5])) == 1
+    with pytest.raises(InvalidRequestError, match="no token is left"):
+        s.append(4)
 
 
 def test_states_ahead_end_where_a_draft_leaves_no_token():

@@ -83,6 +83,8 @@ class AsyncEngine:
         listener = _Listener(asyncio.get_running_loop(), asyncio.Queue())
         number: list[int] = []
         try:
+            if params is not None and params.structured_outputs is not None:
+                await asyncio.to_thread(self._engine.prepare, params)
             await self.call(lambda engine: number.append(self._add(engine, listener, prompt_ids, params, options)))
             while True:
                 output = await listener.queue.get()

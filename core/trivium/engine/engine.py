@@ -111,6 +111,12 @@ class Engine:
         self.scheduler.add(request.completions[0].seq)
         return request.id
 
+    def prepare(self, params: SamplingParams | None) -> None:
+        """Compiles the grammar that a request will need, so that add_request() finds it made. From any thread, while others step.
+        InvalidRequestError if the grammar is not possible."""
+        if params is not None:
+            self.intake.matcher(params)
+
     def has_unfinished(self) -> bool:
         """Whether step() has anything to do."""
         return bool(self._requests) or self._flight is not None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from trivium.engine.beams import Beam, Beams
 from trivium.engine.config import EngineConfig
@@ -16,8 +16,10 @@ from trivium.kv import root_key
 from trivium.ops.sample import derive_seed
 from trivium.sampling import BeamSearch, SamplerState, SamplingParams, bad_word_ids, check_ids, fresh_seed
 from trivium.sched import Sequence as Stream
+from trivium.text import Grammars, Matcher
 
 if TYPE_CHECKING:
+    from trivium.sampling import StructuredOutputs
     from trivium.text import Tokenizer
 
 
@@ -37,6 +39,12 @@ class Intake:
         self._config = config
         self._check_fits = check_fits
         self._clock = clock
+        self._grammars = Grammars(tokenizer, model.vocab_size, model.eos_ids)
+
+    def matcher(self, params: SamplingParams) -> Matcher | None:
+        """A new matcher for one output, compiled if its grammar is new; from any thread."""
+        wanted = cast("StructuredOutputs | None", params.structured_outputs)
+        return None if wanted is None else self._grammars.matcher(*wanted.spec, self._end_ids(params))
 
     def request(
         self, number: int, prompt_ids: Sequence[int], params: SamplingParams | None, priority: int, salt: str,
@@ -89,8 +97,7 @@ class Intake:
         score_from: int,
     ) -> Request:  # fmt: skip
         owner = "" if self._config.enable_prefix_caching else str(number)
-        eos = frozenset() if params.ignore_eos else self.model.eos_ids
-        request = Request(number, ids, params, max_tokens, eos | set(params.stop_token_ids), Clock(self._clock()), pool=pool)
+        request = Request(number, ids, params, max_tokens, self._end_ids(params), Clock(self._clock()), pool=pool)
         scored = params.prompt_logprobs is not None
         request.prompt_logprobs.extend([None] * score_from)
         root = root_key(self.model.fingerprint, "", salt, owner)
@@ -100,7 +107,10 @@ class Intake:
         bad_words = bad_word_ids(params.bad_words, lambda text: self._tokenizer.encode(text, add_special_tokens=False))
         known = ids if pool is None else ids[: pool.tokens]
         for index in range(asked.n):
-            sampler = SamplerState(asked, ids, self.model.eos_ids, self.model.vocab_size, seed, index=index, bad_words=bad_words)
+            sampler = SamplerState(
+                asked, ids, self.model.eos_ids, self.model.vocab_size, seed, index=index, bad_words=bad_words,
+                grammar=self.matcher(asked),
+            )  # fmt: skip
             seq = Stream(
                 known, root, (priority, number, index), limit=len(known) + max_tokens,
                 score_end=len(ids) - 1 if scored and index == 0 else 0,
@@ -116,3 +126,6 @@ class Intake:
             request.live += 1
         request.completions[0].seq.fork_at = len(ids) - 1 if asked.n > 1 else 0
         return request
+
+    def _end_ids(self, params: SamplingParams) -> frozenset[int]:
+        return (frozenset() if params.ignore_eos else self.model.eos_ids) | set(params.stop_token_ids)

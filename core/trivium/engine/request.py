@@ -84,7 +84,8 @@ class Completion:
         for right, token in enumerate(drawn):
             self.seq.append(token)
             self.sampler.append(token)
-            self.over = self.seq.length == self.seq.limit or self._is_end(token, self.sampler.generated)
+            full, ends = self.seq.length == self.seq.limit, self._is_end(token, self.sampler.generated)
+            self.over = full or ends or self.sampler.complete
             if self.over or right == len(draft) or token != draft[right]:
                 break
         return right
@@ -117,6 +118,8 @@ class Completion:
             self.finish("stop")
         elif ends:
             self.stop_reason = token if token in params.stop_token_ids else None
+            self.finish("stop")
+        elif self.sampler.complete and len(self.token_ids) == self.sampler.generated:
             self.finish("stop")
         elif len(self.token_ids) >= self.request.max_tokens:
             self.finish("length")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -12,6 +13,13 @@ I32 = npt.NDArray[np.int32]
 I64 = npt.NDArray[np.int64]
 U64 = npt.NDArray[np.uint64]
 F32 = npt.NDArray[np.float32]
+
+
+def id_mask(ids: Collection[int], vocab_size: int) -> npt.NDArray[np.uint32]:
+    """uint32[ceil(vocab/32)] with the bits of `ids`, as in SampleInputs.mask."""
+    bits = np.zeros(-(-vocab_size // 32) * 32, np.uint8)
+    bits[list(ids)] = 1
+    return np.packbits(bits, bitorder="little").view("<u4").astype(np.uint32)
 
 
 @dataclass(frozen=True, slots=True)

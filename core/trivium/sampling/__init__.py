@@ -5,6 +5,7 @@ from __future__ import annotations
 from trivium.sampling.beams import BeamSearch, Hypothesis
 from trivium.sampling.params import BACKEND_PARAMS, SamplingParams, bad_word_ids, check_ids
 from trivium.sampling.state import SamplerState, build_inputs, fresh_seed
+from trivium.sampling.structured import StructuredOutputs
 
 __all__ = [
     "BACKEND_PARAMS",
@@ -12,6 +13,7 @@ __all__ = [
     "Hypothesis",
     "SamplerState",
     "SamplingParams",
+    "StructuredOutputs",
     "bad_word_ids",
     "build_inputs",
     "check_ids",

@@ -9,6 +9,7 @@ from numbers import Integral, Real
 from typing import Any, NamedTuple
 
 from trivium.errors import InvalidRequestError, UnsupportedError
+from trivium.sampling.structured import StructuredOutputs
 
 _LARGEST = 2**31 - 1
 
@@ -59,6 +60,7 @@ _WITH_BEAMS = frozenset((
 BACKEND_PARAMS = (
     "temperature", *_ONLY_WHEN_DRAWN, "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias",
     "allowed_token_ids", "bad_words", "min_tokens", "logprobs", "prompt_logprobs",
+    "structured_outputs",
 )  # fmt: skip
 """Parameters that a backend's sampler must know; the others are the engine's own work."""
 
@@ -125,6 +127,8 @@ class SamplingParams:
     beam_width: the n best outputs of a beam search (see sampling.beams) of that width, best first, fewer if there are fewer;
     length_penalty and early_stopping (True, False or "never") belong to it. It ranks by the model's own log probabilities, so
     whatever changes them is refused with it, and temperature may be 0 or 1 and means nothing.
+    structured_outputs: what the text must look like (a mapping is taken for its fields). End and stop tokens are then sampled only
+    where the text may end, and the output ends where nothing may follow, whatever min_tokens says.
     """
 
     n: int = 1
@@ -155,6 +159,7 @@ class SamplingParams:
     beam_width: int | None = None
     length_penalty: float = 1.0
     early_stopping: bool | str = False
+    structured_outputs: StructuredOutputs | Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         clean: dict[str, Any] = {name: _number(name, want, getattr(self, name)) for name, want in _RANGES.items()}
@@ -163,6 +168,7 @@ class SamplingParams:
         clean |= {"logit_bias": _bias(self.logit_bias), "allowed_token_ids": clean["allowed_token_ids"] or None}
         if self.allowed_token_ids is not None and clean["allowed_token_ids"] is None:
             raise _refuse("allowed_token_ids", "None or a list of at least one token id", self.allowed_token_ids)
+        clean["structured_outputs"] = None if self.structured_outputs is None else StructuredOutputs.of(self.structured_outputs)
         for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise _refuse(name, "True or False", getattr(self, name))

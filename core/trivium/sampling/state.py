@@ -7,14 +7,15 @@ import os
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from itertools import repeat
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from trivium.errors import InvalidRequestError
 from trivium.ops import SampleInputs
-from trivium.ops.batch import I32
+from trivium.ops.batch import I32, id_mask
 from trivium.ops.sample import derive_seed
 from trivium.sampling.params import SamplingParams
 
@@ -52,19 +53,22 @@ class _Seen:
         return twin
 
 
-def _mask(ids: Sequence[int], vocab_size: int) -> Mask:
-    """uint32[ceil(vocab/32)] with the bits of `ids`."""
-    bits = np.zeros(-(-vocab_size // 32) * 32, np.uint8)
-    bits[list(ids)] = 1
-    return np.packbits(bits, bitorder="little").view("<u4").astype(np.uint32)
+class Grammar(Protocol):
+    """Which ids the text so far leaves possible (text.Matcher)."""
+
+    @property
+    def complete(self) -> bool: ...
+    def accept(self, token: int) -> None: ...
+    def mask(self) -> Mask: ...
+    def masks_ahead(self, drafts: Sequence[int]) -> list[Mask]: ...
 
 
 class SamplerState:
     """One sample of a request: its parameters ready for the sampler, and what depends on the tokens made so far.
 
-    `index` is the sample's number within n, `bad_words` its forbidden token sequences (see bad_word_ids). `mask`, uint32[words] or
-    None, allows ids for the next token: it starts as allowed_token_ids, and may be replaced from step to step, never written to.
-    Raises InvalidRequestError where no token could ever be sampled.
+    `index` is the sample's number within n, `bad_words` its forbidden token sequences (see bad_word_ids), `grammar` what its
+    text is held to. `mask`, uint32[words] or None, allows ids for the next token: those of allowed_token_ids and the grammar. It
+    may be replaced from step to step, never written to. Raises InvalidRequestError where no token could ever be sampled.
     """
 
     def __init__(
@@ -77,6 +81,7 @@ class SamplerState:
         *,
         index: int = 0,
         bad_words: Sequence[Sequence[int]] = (),
+        grammar: Grammar | None = None,
     ) -> None:
         params.validate(vocab_size=vocab_size)
         seed = default_seed if params.seed is None else params.seed
@@ -85,7 +90,9 @@ class SamplerState:
         self.generated = 0
         self.logprobs = _alternatives(params.logprobs, vocab_size)
         self.prompt_logprobs = _alternatives(params.prompt_logprobs, vocab_size)
-        self.mask = None if params.allowed_token_ids is None else _mask(params.allowed_token_ids, vocab_size)
+        self._allowed = None if params.allowed_token_ids is None else id_mask(params.allowed_token_ids, vocab_size)
+        self._grammar = grammar
+        self.mask = self._allowed if grammar is None else self._narrow(grammar.mask())
         penalties = params.repetition_penalty, params.presence_penalty, params.frequency_penalty
         self.seen = None if penalties == (1.0, 0.0, 0.0) else _Seen(prompt_ids)
         self._ends = frozenset(i for i in (*eos_ids, *params.stop_token_ids) if i < vocab_size)
@@ -101,7 +108,7 @@ class SamplerState:
         self.bias()
 
     def append(self, token: int) -> None:
-        """Takes note of a token that was made."""
+        """Takes note of a token that was made. InvalidRequestError if the grammar leaves no token behind it."""
         if self._moves():
             self._next_bias = None
         self.generated += 1
@@ -109,25 +116,35 @@ class SamplerState:
             self.seen.add(token)
         if self._bad_words:
             self._tail.append(token)
+        if self._grammar is not None:
+            self._grammar.accept(token)
+            if not self._grammar.complete:
+                self.mask = self._narrow(self._grammar.mask())
+                self.bias()
 
-    def ahead(self, drafts: Sequence[int], masks: Sequence[Mask | None] | None = None) -> list[SamplerState]:
+    @property
+    def complete(self) -> bool:
+        """The grammar leaves nothing that could follow."""
+        return self._grammar is not None and self._grammar.complete
+
+    def ahead(self, drafts: Sequence[int]) -> list[SamplerState]:
         """len(drafts) + 1 states, the j-th as if drafts[:j] had been appended; this one stays as it is. They are rows for
-        build_inputs and must not be appended to: where nothing depends on the output they are the same object. masks[j] takes
-        the place of the j-th mask. The list ends early, at a state without a next token: its error is raised when, and only
-        when, those drafts have come true."""
-        rows = [self if masks is None else self._copy()]
-        for token in drafts:
+        build_inputs and must not be appended to: where nothing depends on the output they are the same object. The list ends early,
+        at a draft that the grammar forbids or that completes it, or at a state without a next token: its error is raised when, and
+        only when, those drafts have come true."""
+        masks = None if self._grammar is None else self._grammar.masks_ahead(drafts)
+        rows = [self]
+        for token, mask in zip(drafts, repeat(None) if masks is None else masks[1:]):
             row = rows[-1]
-            if masks is not None or row._moves():
+            if mask is not None or row._moves():
                 row = row._copy()
                 row.append(token)
                 try:
+                    row.mask = row.mask if mask is None else row._narrow(mask)
                     row.bias()
                 except Exception:
                     break
             rows.append(row)
-        for row, mask in zip(rows, masks or ()):
-            row.mask = mask
         return rows
 
     def bias(self) -> Pairs | None:
@@ -143,16 +160,24 @@ class SamplerState:
 
     def _copy(self) -> SamplerState:
         twin = copy.copy(self)
-        twin.seen, twin._tail = self.seen and self.seen.copy(), self._tail.copy()
+        twin.seen, twin._tail, twin._grammar = self.seen and self.seen.copy(), self._tail.copy(), None
         return twin
+
+    def _narrow(self, mask: Mask) -> Mask:
+        """The grammar's mask within allowed_token_ids."""
+        narrow = mask if self._allowed is None else mask & self._allowed
+        if not narrow.any():
+            message = "no token is left: allowed_token_ids has none that the grammar of structured_outputs can go on or end with"
+            raise InvalidRequestError(message, param="structured_outputs" if self._allowed is None else "allowed_token_ids")
+        return narrow
 
     def _make_bias(self) -> Pairs | None:
         tail = tuple(self._tail)
         banned = {w[-1] for w in self._bad_words if len(w) == 1 or tail[-len(w) + 1 :] == w[:-1]}
         if self.generated < self.params.min_tokens:
             banned |= self._ends
-        allowed = self.params.allowed_token_ids
-        if len(banned) >= self._vocab_size or (allowed is not None and banned.issuperset(allowed)):
+        everything = len(banned) >= self._vocab_size
+        if everything or (banned and self.mask is not None and not (self.mask & ~id_mask(banned, self._vocab_size)).any()):
             message = f"no token is left: min_tokens {self.params.min_tokens} and bad_words rule out every token that is allowed"
             raise InvalidRequestError(message, param="bad_words" if self._bad_words else "min_tokens")
         return _bias_arrays(self.params.logit_bias, banned) if banned else self._fixed_bias

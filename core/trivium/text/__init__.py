@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from trivium.text.detokenizer import Detokenizer
 from trivium.text.events import CallArguments, CallEnd, CallStart, ContentDelta, Event, ReasoningDelta, ToolCall
+from trivium.text.grammar import Grammars, Matcher
 from trivium.text.stops import StopMatcher
 from trivium.text.tokenizer import Tokenizer
 
 __all__ = [
-    "CallArguments", "CallEnd", "CallStart", "ContentDelta", "Detokenizer", "Event", "ReasoningDelta", "StopMatcher", "Tokenizer",
-    "ToolCall",
+    "CallArguments", "CallEnd", "CallStart", "ContentDelta", "Detokenizer", "Event", "Grammars", "Matcher", "ReasoningDelta",
+    "StopMatcher", "Tokenizer", "ToolCall",
 ]  # fmt: skip

@@ -1,0 +1,199 @@
+"""Grammars that a text is held to: compiled once a tokenizer, then asked before every token which ids may come next.
+
+The masks are llguidance's: an id is allowed exactly if its bytes, put behind the text so far, can still become a text of the
+grammar. Special tokens have no text, so they are only allowed where a Lark grammar names them.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence, Set
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from trivium.errors import InvalidRequestError
+from trivium.ops.batch import id_mask
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+Mask = npt.NDArray[np.uint32]
+CACHED = 64
+"""Grammars kept, last used first."""
+COMPILE_SECONDS, COMPILE_BYTES = 1, 2**30
+"""Processor time and memory that compiling a grammar may take."""
+_LIMITS: dict[str, Any] = {"max_lexer_states": 25_000, "precompute_large_lexemes": False, "verbose_errors": False}
+_TRIAL = f"""
+import resource, sys
+for what, limit in ((resource.RLIMIT_CORE, 0), (resource.RLIMIT_CPU, {COMPILE_SECONDS}), (resource.RLIMIT_AS, {COMPILE_BYTES})):
+    resource.setrlimit(what, (limit, limit))
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance.gbnf_to_lark import any_to_lark
+rules = sys.stdin.buffer.read().decode()
+source = '%llguidance {{"no_forcing": true}}\\n' + (any_to_lark(rules) if sys.argv[1] == "grammar" else rules)
+LLMatcher(LLTokenizer("byte"), source, log_level=0, limits=LLParserLimits(**{_LIMITS}))
+sys.stdout.buffer.write(source.encode())
+"""
+"""What a process of its own does with a grammar, as the library has limits, but not for everything, and a thread that is lost in
+it can't be ended. Returns it as llguidance's dialect of Lark. no_forcing: where only one text is possible, any tokens that spell it
+are allowed, not just those that the tokenizer would choose, so that other limits on tokens leave as much as there is."""
+
+
+class Vocabulary(Protocol):
+    """What grammars need to know of a tokenizer."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def special_ids(self) -> Set[int]: ...
+    def token_bytes(self, token_id: int) -> bytes: ...
+
+
+class Grammars:
+    """The grammars of one tokenizer. Any thread may ask; of equal grammars that are asked for at a time one is compiled.
+
+    vocab_size: ids that can be sampled. eos_ids: the model's own end tokens.
+    """
+
+    def __init__(self, tokenizer: Vocabulary, vocab_size: int, eos_ids: Set[int]) -> None:
+        self._vocabulary = tokenizer
+        self._vocab_size = vocab_size
+        self._eos_ids = eos_ids
+        self._lock, self._building = threading.Lock(), threading.Lock()
+        self._tokenizer: LLTokenizer | None = None
+        self._known: OrderedDict[tuple[str, str], Future[LLMatcher | str]] = OrderedDict()
+
+    def matcher(self, kind: str, text: str, end_ids: Set[int]) -> Matcher:
+        """A new matcher at the beginning of a text; `kind`: json (a schema), regex, choice (a JSON list of strings) or grammar
+        (Lark or GBNF). `end_ids`: tokens that end the output, allowed exactly where the text may end. InvalidRequestError with the
+        reason if the grammar is not possible."""
+        with self._lock:
+            future = self._known.get((kind, text))
+            if new := future is None:
+                future = self._known[kind, text] = Future()
+            self._known.move_to_end((kind, text))
+            while len(self._known) > CACHED:
+                self._known.popitem(last=False)
+        if new:
+            try:
+                future.set_result(self._compile(kind, text))
+            except BaseException as fault:
+                with self._lock:
+                    self._known.pop((kind, text), None)
+                future.set_exception(fault)
+        compiled = future.result()
+        if isinstance(compiled, str):
+            message = f"structured_outputs: this {kind} can't be used: {compiled}"
+            raise InvalidRequestError(message, param="structured_outputs")
+        return Matcher(compiled.deep_copy(), self._vocab_size, self._eos_ids, end_ids)
+
+    def _compile(self, kind: str, text: str) -> LLMatcher | str:
+        """A matcher at the beginning, or why there is none."""
+        from llguidance import LLMatcher, LLParserLimits
+
+        trial = subprocess.run([sys.executable, "-P", "-c", _TRIAL, kind], input=_rules(kind, text).encode(), capture_output=True)
+        if trial.returncode < 0:
+            return f"compiling it takes more than {COMPILE_SECONDS} s of processor time or {COMPILE_BYTES >> 20} MiB; simplify it"
+        if trial.returncode > 0:
+            return trial.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+        matcher = LLMatcher(self._tokens(), trial.stdout.decode(), log_level=0, limits=LLParserLimits(**_LIMITS))
+        matcher.compute_bitmask()  # an error if nothing may come first; and all copies find this mask's states made
+        return _error(matcher) or matcher
+
+    def _tokens(self) -> LLTokenizer:
+        with self._building:
+            if self._tokenizer is None:
+                self._tokenizer = _tokenizer(self._vocabulary, self._vocab_size, self._eos_ids)
+            return self._tokenizer
+
+
+class Matcher:
+    """Where one output stands in its grammar."""
+
+    def __init__(self, inner: LLMatcher, vocab_size: int, eos_ids: Set[int], end_ids: Set[int]) -> None:
+        ids = frozenset(range(vocab_size))
+        self.complete = False
+        """The text has ended: no token may follow."""
+        self._inner = inner
+        self._end_ids = end_ids
+        self._ends = id_mask(end_ids & ids, vocab_size)
+        self._texts = id_mask(ids - end_ids - eos_ids, vocab_size)
+
+    def accept(self, token: int) -> None:
+        """Takes a token that the mask allowed; InvalidRequestError for another."""
+        if token in self._end_ids:
+            self.complete = True
+        else:
+            self._inner.consume_token(token)
+            self._check()
+            self.complete = self._inner.is_stopped()
+
+    def mask(self) -> Mask:
+        """uint32[ceil(vocab/32)]: bit i of word w allows id 32 * w + i. InvalidRequestError where the grammar's limits are hit."""
+        found = np.frombuffer(self._inner.compute_bitmask(), "<u4")[: len(self._texts)] & self._texts
+        self._check()
+        return found | self._ends if self._inner.is_accepting() else found
+
+    def masks_ahead(self, drafts: Iterable[int]) -> list[Mask]:
+        """The masks before drafts[0], drafts[1] and so on, and behind the last one; the list ends early where the grammar forbids a
+        draft, ends, or hits its limits. Nothing changes here."""
+        twin, masks = self._copy(), list[Mask]()
+        try:
+            masks.append(twin.mask())
+            for token in drafts:
+                if not masks[-1][token // 32] >> np.uint32(token % 32) & 1:
+                    break
+                twin.accept(token)
+                if twin.complete:
+                    break
+                masks.append(twin.mask())
+        except InvalidRequestError:
+            pass  # it is raised when, and only when, those drafts have come true
+        return masks
+
+    def _copy(self) -> Matcher:
+        twin = object.__new__(Matcher)
+        twin.__dict__.update(self.__dict__, _inner=self._inner.deep_copy())
+        return twin
+
+    def _check(self) -> None:
+        if self._inner.is_error():
+            message = f"structured_outputs: the grammar can't go on: {_error(self._inner)}"
+            raise InvalidRequestError(message, param="structured_outputs")
+
+
+def _error(matcher: LLMatcher) -> str:
+    """The library's reason, "" if there is no error."""
+    reason = matcher.get_error().removesuffix("\n<non-verbose/>")
+    return "the model's tokens can't spell any text of it" if reason == "NoExtensionBias" else reason
+
+
+def _rules(kind: str, text: str) -> str:
+    from llguidance import regex_to_lark
+
+    if kind == "json":
+        return f"start: %json {text}"
+    if kind == "regex":
+        return f"start: /{regex_to_lark(text, 'd')}/"
+    if kind == "choice":
+        return "start: CHOICE\nCHOICE: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in json.loads(text))
+    return text
+
+
+def _tokenizer(vocabulary: Vocabulary, vocab_size: int, eos_ids: Set[int]) -> LLTokenizer:
+    """The trie of all tokens: a tenth of a second for 49,152 of them, and their bytes as long again."""
+    from llguidance import LLTokenizer, TokenizerWrapper
+
+    ends = sorted(i for i in eos_ids if i < vocab_size)
+    tokens: Sequence[bytes] = [vocabulary.token_bytes(i) for i in range(vocab_size)]
+    parts = {"eos_token_id": ends[0] if ends else None, "bos_token_id": None, "tokens": tokens}
+    wrapper = TokenizerWrapper(SimpleNamespace(**parts, special_token_ids=sorted(vocabulary.special_ids)))
+    return LLTokenizer(wrapper, eos_token=ends or None)
