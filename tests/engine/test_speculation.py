@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from async_device import AsyncDevice
 from drafters import Knowing
 from engine_runs import engine_of, generate, greedy, prompts_of, run_all, run_streams
 from fake_model import EOS, VOCAB, Clock, Fault, fake_model, logits_of, mix
@@ -146,7 +147,7 @@ def test_drafts_stay_within_the_token_budget() -> None:
     assert max(batch.tokens for batch in engine.model.executable.batches) == 7 and max(drafter.asks) == 2
 
 
-def test_preempted_and_ended_sequences_are_told_to_the_drafter() -> None:
+def test_the_drafter_hears_of_every_end() -> None:
     drafter = Knowing()
     engine = engine_of(pages=12, drafter=drafter, speculative=ALWAYS)
     for prompt in prompts_of(6, 12):
@@ -155,7 +156,16 @@ def test_preempted_and_ended_sequences_are_told_to_the_drafter() -> None:
     engine.step()
     engine.abort(number)
     run_all(engine)
-    assert drafter.ended == 7 and drafter.paused == engine.stats.preemptions > 0
+    assert drafter.ended == 7 and engine.stats.preemptions > 0
+
+
+def test_rejected_drafts_keep_no_pages() -> None:
+    engine = engine_of(page_size=2, drafter=Knowing(quality=0.0), speculative=ALWAYS)
+    engine.add_request([5, 6, 7], greedy(20))
+    while engine.has_unfinished():
+        engine.step()
+        assert all(seq.blocks == engine.kv.blocks(seq.computed) for seq in engine.scheduler.running)
+    assert engine.stats.draft_tokens > 0
 
 
 def test_a_drafter_that_raises_costs_its_drafts_and_in_the_end_its_place() -> None:
@@ -289,6 +299,34 @@ def test_a_draft_model_that_thinks_otherwise_changes_nothing(windows: Any, seed:
     assert [seen(done[n]) for n in numbers] == expected
     drafter._kv.check_idle()
     assert not drafter._model.executable.violations
+
+
+def test_preempted_sequences_give_their_draft_pages_back() -> None:
+    engine, drafter = drafting(fake_model(pages=12), fake_model(pages=400))
+    for prompt in prompts_of(6, 12):
+        engine.add_request(prompt, greedy(20))
+    preempted = 0
+    while engine.has_unfinished():
+        engine.step()
+        if engine.stats.preemptions == preempted:  # no drafts in a step that preempts
+            assert all(seq.running for seq in drafter._lanes)
+        preempted = engine.stats.preemptions
+    assert preempted > 0 and engine.stats.draft_tokens > 0
+    drafter._kv.check_idle()
+
+
+def test_an_asynchronous_device_waits_for_what_is_drafted() -> None:
+    prompt = [5, 6, 7]
+    ids = generate(prompt, greedy(30)).outputs[0].token_ids
+    model, clock = fake_model(), Clock()
+    device = AsyncDevice(model, clock)
+    engine = engine_of(model=model, clock=clock, drafter=Knowing([prompt + ids], 0.7), speculative=ALWAYS)
+    engine.add_request(prompt, greedy(30))
+    outputs = []
+    while engine.has_unfinished():
+        outputs += engine.step()
+    assert outputs[-1].outputs[0].token_ids == ids and engine.stats.steps < 30
+    assert not device.inner.violations
 
 
 def test_sequences_without_draft_pages_go_on_without_drafts() -> None:

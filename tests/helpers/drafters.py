@@ -17,16 +17,12 @@ class Knowing(Drafter):
         self.streams = [list(s) for s in streams]
         self.quality = quality
         self.asks: list[int] = []
-        self.paused = 0
         self.ended = 0
         self._rng = random.Random(seed)
 
     def propose(self, asks: Sequence[Ask]) -> list[list[int]]:
         self.asks.append(sum(ask.limit for ask in asks))
         return [self._one(ask.seq.tokens().tolist(), ask.limit) for ask in asks]
-
-    def pause(self, seq: object) -> None:
-        self.paused += 1
 
     def forget(self, seq: object) -> None:
         self.ended += 1

@@ -218,6 +218,8 @@ class Engine:
                 entry.seq.scored += row.scores
                 self.kv.advance(entry.seq, entry.tokens + right)
                 self.stats.computed_tokens += entry.tokens + len(entry.draft)
+                if right < len(entry.draft):
+                    self.kv.shrink(entry.seq, self.kv.blocks(entry.seq.computed))
             except Exception as fault:
                 moved += self._end(completion.request, "error", self._typed(fault))
         return moved

@@ -189,7 +189,7 @@ class KVCache:
         stream.blocks = blocks
 
     def shrink(self, stream: Stream, blocks: int, copies: Iterable[Copy] = ()) -> None:
-        """Undoes grow(), which returned `copies`, of a stream that had `blocks` blocks."""
+        """Undoes grow(), which returned `copies`, of a stream that had `blocks` blocks, or the later part of it."""
         stream.forked = True
         for g, column, src, dst in copies:
             self.pool.share([src])

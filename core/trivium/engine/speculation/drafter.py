@@ -25,11 +25,8 @@ class Drafter(ABC):
     @abstractmethod
     def propose(self, asks: Seq[Ask]) -> Seq[Seq[int]]:
         """Tokens for every ask, in its order; fewer than its limit, or none, where nothing is worth a try. What came of earlier
-        guesses is seen in the sequence's tokens. May raise: then this step has no drafts."""
-
-    @abstractmethod
-    def pause(self, seq: Sequence) -> None:
-        """The sequence has lost its pages and will be computed again some time: gives back what it holds on the device."""
+        guesses is seen in the sequence's tokens. May raise: then this step has no drafts. A sequence that isn't `running` any more
+        has lost its pages, and should have none here either."""
 
     @abstractmethod
     def forget(self, seq: Sequence) -> None:

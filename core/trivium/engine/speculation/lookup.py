@@ -14,6 +14,8 @@ from trivium.sched import Sequence
 
 MAX_TRIES = 16
 """Earlier occurrences that are compared, latest first: bounds the time of a proposal."""
+KEPT_TOKENS = 1024
+"""The last tokens of a finished sequence, which are kept: bounds the time that its end takes."""
 SHARED_TOKENS = 1 << 16
 """Tokens of finished requests after which the older half of what is kept is forgotten."""
 MIN_SHARE = 0.25
@@ -82,9 +84,6 @@ class _Lookup(Drafter):
         self._longest = longest
         self._indices: dict[Sequence, Index] = {}
 
-    def pause(self, seq: Sequence) -> None:
-        pass
-
     def forget(self, seq: Sequence) -> None:
         self._indices.pop(seq, None)
 
@@ -134,7 +133,7 @@ class SuffixDrafter(_Lookup):
     def forget(self, seq: Sequence) -> None:
         super().forget(seq)
         newer = self._shared[0]
-        newer.extend([*seq.tokens(), GAP], seq.root)
+        newer.extend([*seq.tokens(max(seq.length - KEPT_TOKENS, 0)), GAP], seq.root)
         if len(newer.tokens) > SHARED_TOKENS // 2:
             self._shared = [Index(self._shortest), newer]
 

@@ -50,6 +50,8 @@ class ModelDrafter(Drafter):
         self._lanes: dict[Sequence, _Lane] = {}
 
     def propose(self, asks: Seq[Ask]) -> list[list[int]]:
+        for seq in [seq for seq in self._lanes if not seq.running]:
+            self.forget(seq)
         drafts: list[list[int]] = [[] for _ in asks]
         lanes = [self._lane(ask) for ask in asks]
         try:
@@ -57,17 +59,14 @@ class ModelDrafter(Drafter):
                 pass
         except BaseException:
             for ask in asks:
-                self.pause(ask.seq)
+                self.forget(ask.seq)
             raise
         return drafts
 
-    def pause(self, seq: Sequence) -> None:
+    def forget(self, seq: Sequence) -> None:
         lane = self._lanes.pop(seq, None)
         if lane is not None:
             self._kv.release(lane.seq)
-
-    def forget(self, seq: Sequence) -> None:
-        self.pause(seq)
 
     def _lane(self, ask: Ask) -> _Lane | None:
         """The sequence's lane with room for its drafts, or None: the model can't do what is asked, or has no pages left."""

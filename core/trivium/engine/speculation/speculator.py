@@ -117,8 +117,6 @@ class Speculator:
 
     def extend(self, plan: StepPlan) -> None:
         """Puts drafts behind decoding entries, out of tokens and pages that nobody needs in this step."""
-        for seq in plan.preempted:
-            self._drafter.pause(seq)
         if plan.preempted or self._in_a_row >= MAX_FAILURES:
             return
         wanted = self._wanted(plan)
