@@ -64,12 +64,6 @@ def reference_logprobs(reference, ids):
     return np.array(rows)
 
 
-def test_o03_beam_search_is_not_offered_and_says_so():
-    for name in ("use_beam_search", "length_penalty", "best_of"):
-        with pytest.raises(TypeError, match=name):
-            SamplingParams(**{name: 2})
-
-
 def test_o05_every_greedy_id_is_the_argmax_of_the_reference_logits(llm, reference):
     prompt = llm.encode("the quick brown fox")
     for fields in ({}, {"seed": 5}, {"top_p": 0.1}, {"top_k": 5}, {"min_p": 0.3}, {"temperature": 0}):
