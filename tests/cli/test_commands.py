@@ -225,6 +225,16 @@ def test_bench_latency(trivium, plain):
     assert found["input_len"] == 20 and found["output_len"] == 5 and found["repeat"] == 2 and found["kind"] == "latency"
 
 
+def test_bench_with_drafts(trivium, plain):
+    flags = ("--backend", "reference", "--output-len", "8", "--input-len", "6", "--repeat", "1", "--json")
+    code, out, _ = trivium(
+        "bench", "latency", plain, *flags, "--speculative", "method=suffix", "--speculative", "prompt_lookup_min=1"
+    )
+    assert code == 0 and json.loads(out)["decode_tokens_per_s"]["n"] == 1
+    code, out, err = trivium("bench", "latency", plain, *flags, "--speculative", "method=medusa")
+    assert code != 0 and "ngram, suffix, draft" in err
+
+
 def test_bench_of_a_single_token_has_no_decode_figures(trivium, plain):
     code, out, _ = trivium("bench", "latency", plain, "--backend", "reference", "--output-len", "1", "--input-len", "4", "--json")
     found = json.loads(out)

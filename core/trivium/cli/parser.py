@@ -104,6 +104,8 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     tokens_help = "tokens in one step (default: 512, or the backend's limit)"
     group.add_argument("--max-num-batched-tokens", type=positive, metavar="N", help=tokens_help)
     group.add_argument("--max-model-len", type=positive, metavar="N", help="longest prompt and output together")
+    drafts_help = "speculative decoding: method=ngram, suffix or draft, model=MODEL for the latter, num_speculative_tokens=N, ..."
+    group.add_argument("--speculative", type=key_value, action="append", metavar="KEY=VALUE", help=drafts_help)
     group.add_argument("--strict", action="store_true", help="refuse instead of running an operator on the host")
     group.add_argument("--option", type=key_value, action="append", metavar="KEY=VALUE", help="an option of the backend's own")
 
@@ -114,7 +116,8 @@ def load_options(args: argparse.Namespace) -> dict[str, Any]:
         "backend", "dtype", "quantize", "threads", "block_size", "num_kv_blocks", "max_num_seqs", "max_num_batched_tokens",
         "max_model_len", "strict",
     )  # fmt: skip
-    return {**{name: getattr(args, name) for name in names}, "backend_options": dict(args.option or ())}
+    speculative = dict(args.speculative) if args.speculative else None
+    return {**{name: getattr(args, name) for name in names}, "backend_options": dict(args.option or ()), "speculative": speculative}
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:

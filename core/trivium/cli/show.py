@@ -146,6 +146,7 @@ def _plan(args: argparse.Namespace) -> Plan:
 
     options = load_options(args)
     backend, threads, extra = options.pop("backend"), options.pop("threads"), options.pop("backend_options")
+    del options["speculative"]
     own = extra if threads is None else {**extra, "threads": threads}
     return plan(args.model, backend, LoadOptions(**options, backend_options=own), progress=not args.json)
 
