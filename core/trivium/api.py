@@ -67,6 +67,9 @@ class _Opened(ABC):
         strict: bool = False,
         seed: int | None = None,
         speculative: Speculative | Mapping[str, Any] | None = None,
+        kv_host_bytes: int = 0,
+        kv_disk_path: str | os.PathLike[str] | None = None,
+        kv_disk_bytes: int = 10 << 30,
         threads: int | None = None,
         backend_options: Mapping[str, Any] | None = None,
         tool_parser: str | None = "auto",
@@ -81,9 +84,11 @@ class _Opened(ABC):
         max_num_batched_tokens: limits of one step (512 tokens, if the backend can). max_model_len: prompt and output together.
         strict: refuse instead of running on the host what the backend lacks. seed: makes requests without a seed repeat from run to
         run. speculative: tokens are guessed and checked several at a time; {"method": "ngram"}, or what else Speculative has.
-        threads and backend_options go to the backend, which refuses what it does not know. tool_parser, reasoning_parser: how
-        chats are read: a name of text.syntaxes, "auto" by chat template and architecture, None not at all. progress: bars, if
-        standard error is a terminal.
+        kv_host_bytes, kv_disk_path, kv_disk_bytes: memory, and a folder and its size, for pages that the KV cache gives away; later
+        prompts (with the folder: of later runs, too) take from there what would take longer to compute. threads and
+        backend_options go to the backend, which refuses what it does not know. tool_parser, reasoning_parser: how chats are read:
+        a name of text.syntaxes, "auto" by chat template and architecture, None not at all. progress: bars, if standard error is a
+        terminal.
         """
         choose(TOOLS, tool_parser, "", "tool_parser")
         choose(REASONING, reasoning_parser, "", "reasoning_parser")
@@ -104,9 +109,13 @@ class _Opened(ABC):
             self.loaded = load(os.fspath(model) if isinstance(model, os.PathLike) else model, backend, options, progress=report)
             opened.callback(self.loaded.session.close)
             drafter = self._drafter(wanted, max_num_seqs, opened, report)
-            config = EngineConfig(max_num_seqs, self.loaded.max_num_batched_tokens, enable_prefix_caching, seed, wanted)
+            config = EngineConfig(
+                max_num_seqs, self.loaded.max_num_batched_tokens, enable_prefix_caching, seed, wanted,
+                kv_host_bytes, kv_disk_path, kv_disk_bytes,
+            )  # fmt: skip
             self.tokenizer = self.loaded.tokenizer
             self.engine = Engine(self.loaded, self.tokenizer, config, drafter=drafter)
+            opened.callback(self.engine.close)
             for close in self._start():
                 opened.callback(close)
             self._finalizer = weakref.finalize(self, opened.pop_all().close)

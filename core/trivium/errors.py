@@ -52,6 +52,12 @@ class CheckpointError(TriviumError):
     code = "bad_checkpoint"
 
 
+class PageFormatError(TriviumError):
+    """A record of KV pages, or of a request under way, is damaged, or belongs to another model or layout."""
+
+    code = "bad_pages"
+
+
 class UnsupportedError(TriviumError):
     """What was asked is well-formed but not supported by this model, format, backend or version."""
 

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from trivium.errors import CapacityError, InvalidRequestError
-from trivium.ops import LatentKV, Recurrent
 from trivium.plugin import (
     API_VERSION, Backend, Capabilities, Device, EagerExecutable, Kernel, Memory, Pages, Probe, Session, WeightFormat, hookimpl,
 )  # fmt: skip
@@ -53,15 +52,6 @@ def rms_norm(session: Any, args: Any, attrs: Any) -> Slab:
     return Slab(y if w is None else y * (np.float32(attrs["offset"]) + w))
 
 
-def page_shapes(spec: Any, page_size: int) -> tuple[tuple[int, ...], ...]:
-    """One page of one layer, as in contract.Pages."""
-    if isinstance(spec, Recurrent):
-        return (spec.shape,)
-    if isinstance(spec, LatentKV):
-        return (page_size, spec.rank), (page_size, spec.rope_dim)
-    return ((page_size, spec.kv_heads, spec.head_dim),) * 2
-
-
 class ChipSession(Session):
     """The pool is a dictionary of (page, layer slot)."""
 
@@ -87,7 +77,7 @@ class ChipSession(Session):
         return self.get(tensor)
 
     def page_bytes(self, spec: Any) -> int:
-        sizes = [len(g.states) * sum(int(np.prod(s)) for s in page_shapes(g.spec, spec.page_size)) for g in spec.groups]
+        sizes = [len(g.states) * sum(int(np.prod(s)) for s in g.spec.page_shapes(spec.page_size)) for g in spec.groups]
         return max(sizes) * np.dtype(self.cell).itemsize
 
     def kv_store(self, spec: Any, pages: int) -> None:
@@ -104,7 +94,7 @@ class ChipSession(Session):
 
     def export_pages(self, group: int, ids: Any) -> Pages:
         which, size = self.spec.groups[group], self.spec.page_size
-        shapes = page_shapes(which.spec, size)
+        shapes = which.spec.page_shapes(size)
 
         def column(slot: int, part: int) -> Any:
             cells = np.zeros((len(ids), *shapes[part]), np.float32)

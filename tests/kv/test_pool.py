@@ -118,3 +118,58 @@ def test_check_finds_a_lost_page_and_a_wrong_count() -> None:
     pool.refs[pages[0]] = 0
     with pytest.raises(AssertionError):
         pool.check(Counter(pages[1:]))
+
+
+class ChainMachine(RuleBasedStateMachine):
+    """Sequences whose pages continue one another, released in any order: a shared root outlives what continues it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = BlockPool(PAGES)
+        self.chains: list[list[tuple[int, bytes]]] = []
+        self.parent: dict[bytes, bytes | None] = {}
+
+    def _published(self) -> dict[bytes, int]:
+        return {key: page for key in self.parent if (page := self.pool.lookup((key, 0))) is not None}
+
+    @rule(data=st.data(), length=st.integers(1, 3))
+    def run(self, data: st.DataObject, length: int) -> None:
+        """A sequence begins with a cached prefix, if it likes, and computes further pages, maybe some that are there already."""
+        text = bytes(data.draw(st.lists(st.integers(0, 1), min_size=length, max_size=length)))
+        keys = [text[: i + 1] for i in range(length)]
+        hits = 0
+        while hits < length and self.pool.lookup((keys[hits], 0)) is not None and data.draw(st.booleans()):
+            hits += 1
+        shared = [self.pool.lookup((key, 0)) for key in keys[:hits]]
+        self.pool.share([p for p in shared if p is not None])
+        if self.pool.available < length - hits:
+            self.pool.release([p for p in reversed(shared) if p is not None])
+            return
+        pages = [self._allocate() for _ in range(length - hits)]
+        for i, page in enumerate(pages, hits):
+            self.parent.setdefault(keys[i], keys[i - 1] if i else None)
+            self.pool.publish(page, (keys[i], 0), (keys[i - 1], 0) if i else None)
+        self.chains.append(list(zip([p for p in shared if p is not None] + pages, keys)))
+
+    def _allocate(self) -> int:
+        """One page; what was given up for it had nothing published behind it, unless that was true of no idle page."""
+        before, idle = self._published(), {page for page, refs in enumerate(self.pool.refs) if not refs}
+        [page] = self.pool.allocate(1)
+        continued = {self.parent[key] for key in before}
+        for key in before.keys() - self._published().keys() & continued:
+            assert all(k in continued for k, p in before.items() if p in idle), f"{key!r} went before what continues it"
+        return page
+
+    @precondition(lambda self: self.chains)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        chain = self.chains.pop(data.draw(st.integers(0, len(self.chains) - 1)))
+        self.pool.release([page for page, _ in data.draw(st.sampled_from([chain, chain[::-1]]))])
+
+    @invariant()
+    def agrees(self) -> None:
+        self.pool.check(Counter(page for chain in self.chains for page, _ in chain))
+
+
+TestChains = ChainMachine.TestCase
+TestChains.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)

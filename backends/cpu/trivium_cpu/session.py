@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trivium.errors import CapacityError, UnsupportedError
-from trivium.ops import Group, KVSpec, LatentKV, PagedKV, Program, Recurrent, Weight
+from trivium.ops import Group, KVSpec, PagedKV, Program, Recurrent, Weight
 from trivium.plugin import Executable, Kernel, Memory, Pages, Session, Tensor, announce_fallbacks, select_kernels
 from trivium.plugin.hostinfo import available_memory, total_memory
 from trivium_cpu import _native, numbers
@@ -177,8 +177,5 @@ def _slot_bytes(spec: KVSpec, group: Group) -> int:
 
 def _plain_layout(spec: KVSpec, group: Group) -> tuple[tuple[str, tuple[int, ...]], ...]:
     """(dtype, shape in a page) of the arrays of a state whose layout is the neutral one."""
-    kind = group.spec
-    if isinstance(kind, LatentKV):
-        return (spec.dtype, (spec.page_size, kind.rank)), (spec.dtype, (spec.page_size, kind.rope_dim))
-    assert isinstance(kind, Recurrent)
-    return (("float32", kind.shape),)
+    dtype = "float32" if isinstance(group.spec, Recurrent) else spec.dtype
+    return tuple((dtype, shape) for shape in group.spec.page_shapes(spec.page_size))

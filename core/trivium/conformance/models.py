@@ -15,7 +15,7 @@ from trivium.conformance.numbers import expect_relative
 from trivium.conformance.report import Check, Mismatch, Verdict
 from trivium.conformance.zoo import CONFIGS, random_constants
 from trivium.engine import Engine, EngineConfig, RequestOutput
-from trivium.kv import plan_groups
+from trivium.kv import Layout, plan_groups
 from trivium.models import build
 from trivium.ops import KVSpec, PagedState, Program, rewrite
 from trivium.ops.examples import STEPS, Sequences
@@ -96,6 +96,10 @@ class _Model:
     eos_ids: frozenset[int] = frozenset()
     fingerprint: str = "tiny"
     hidden_size: int = 0
+
+    @property
+    def layout(self) -> Layout:
+        return Layout(self.fingerprint, self.backend.name, self.kv_spec)
 
 
 class _Numbers:

@@ -37,18 +37,10 @@ def _spec(lab: Lab, specs: tuple[StateSpec, ...], dtype: str) -> KVSpec:
     return KVSpec(lab.page_size, dtype, groups)
 
 
-def _shapes(spec: StateSpec, page_size: int) -> tuple[tuple[int, ...], ...]:
-    if isinstance(spec, Recurrent):
-        return (spec.shape,)
-    if isinstance(spec, LatentKV):
-        return (page_size, spec.rank), (page_size, spec.rope_dim)
-    return ((page_size, spec.kv_heads, spec.head_dim),) * 2
-
-
 def random_pages(rng: np.random.Generator, spec: KVSpec, group: int, count: int) -> Pages:
     """`count` pages of numbers that the KV dtype holds exactly, where that is a plain float."""
     which = spec.groups[group]
-    shapes = _shapes(which.spec, spec.page_size)
+    shapes = which.spec.page_shapes(spec.page_size)
 
     def numbers(shape: tuple[int, ...]) -> Array:
         return round_to(rng.standard_normal((count, *shape), dtype=np.float32), spec.dtype)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trivium.engine.config import EngineConfig
@@ -25,7 +26,7 @@ from trivium.engine.request import Completion, Request
 from trivium.engine.runner import Flight, Landed, Runner, Stats
 from trivium.engine.speculation import Drafter, Speculative, Speculator, check_rewinds, lookup_drafter
 from trivium.errors import BackendError, InvalidRequestError, TriviumError
-from trivium.kv import KVCache
+from trivium.kv import Disk, Hit, KVCache, Tiers
 from trivium.ops import Sampled
 from trivium.sampling import SamplingParams
 from trivium.sched import Entry, RowMap, Scheduler, StepPlan
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
     from trivium.text import Tokenizer
     from trivium.text.reader import Reader
 
+PREFILL_SHARE = 8
+"""Tokens a sequence from which a step counts as prefill when its speed is measured."""
 _log = logging.getLogger(__name__)
 
 
@@ -56,6 +59,7 @@ class Engine:
         self.stats = Stats()
         seqs, tokens = self.config.max_num_seqs, self.config.max_num_batched_tokens
         self.kv = KVCache(model.kv_spec, model.num_pages, min(seqs, tokens))
+        self.kv.tiers = self._open_tiers(model)
         self.scheduler = Scheduler(self.kv, seqs, tokens)
         self._clock = clock
         self._count = 0
@@ -109,6 +113,7 @@ class Engine:
         self._completions.update((c.seq, c) for c in request.completions)
         self.stats.prompt_tokens += len(request.prompt_ids)
         self.scheduler.add(request.completions[0].seq)
+        self.kv.prefetch(request.completions[0].seq, request.completions[0].seq.reusable)
         return request.id
 
     def prepare(self, params: SamplingParams | None) -> None:
@@ -126,7 +131,8 @@ class Engine:
         began, elsewhere = self._clock(), self.stats.device_seconds + self.stats.draft_seconds
         flight, self._flight = self._flight, None
         if flight is None:
-            plan = self.scheduler.plan()
+            plan = self._collected(self.scheduler.plan)
+            assert plan is not None
             if not plan.entries:
                 assert not self._requests, "requests are unfinished and none of them can run"
                 return []
@@ -140,6 +146,11 @@ class Engine:
         elsewhere = self.stats.device_seconds + self.stats.draft_seconds - elsewhere
         self.stats.host_seconds += now - began - elsewhere
         return outputs
+
+    def close(self) -> None:
+        """Puts what the cache holds on disk, if there is a folder for it. Nothing may be called afterwards."""
+        if self.kv.tiers is not None:
+            self.kv.tiers.close(self.model.session, self.kv.pool.published())
 
     def abort(self, request_id: int) -> RequestOutput | None:
         """Ends a request with what it has so far (finish_reason "abort"); None if it is not running any more."""
@@ -158,6 +169,19 @@ class Engine:
         known = {c.seq for r in self._requests.values() for c in r.completions[: r.started] if not c.resting}
         assert known == {*self.scheduler.running, *self.scheduler.waiting}, "a request is lost"
         assert len(self._completions) == sum(c.finish_reason is None for r in self._requests.values() for c in r.completions)
+
+    def _open_tiers(self, model: Model) -> Tiers | None:
+        host, path = self.config.kv_host_bytes, self.config.kv_disk_path
+        if not host and path is None:
+            return None
+        return Tiers(model.layout, host, None if path is None else Disk(Path(path), self.config.kv_disk_bytes, model.layout))
+
+    def _collected(self, make: Callable[[], StepPlan | None]) -> StepPlan | None:
+        """A plan with what it restores read from the tiers; made again where that can't be had."""
+        plan = make()
+        while plan is not None and not all(self.kv.collect(e.seq, e.hit) for e in plan.entries if e.hit is not None):
+            plan = make()
+        return plan
 
     def _run(self, flight: Flight) -> list[Completion]:
         """Ends a step; if it fails, its sequences run one by one. Returns the outputs that moved."""
@@ -199,13 +223,14 @@ class Engine:
 
     def _prepare_after(self, flight: Flight) -> Flight | None:
         with self.scheduler.landed(flight.plan):
-            plan = self.scheduler.plan_ahead()
+            plan = self._collected(self.scheduler.plan_ahead)
             return None if plan is None else self.runner.prepare(plan, self._clock())
 
     def _settle(self, flight: Flight, landed: Landed) -> list[Completion]:
         """What the next step builds on: tokens and pages. Returns the outputs that a fault has ended."""
         at, pooled, moved = 0, 0, list[Completion]()
         self.stats.steps += 1
+        self._measure(flight, landed.now)
         for completion, entry, row in zip(flight.completions, flight.plan.entries, flight.rows):
             at, pooled = at + row.scores + row.sample, pooled + row.pooled
             if completion.finish_reason is not None:
@@ -238,12 +263,19 @@ class Engine:
             at += row.scores + row.sample
         return moved
 
+    def _measure(self, flight: Flight, now: float) -> None:
+        """How fast prompts are computed, from steps that hardly do anything else."""
+        if self.kv.tiers is not None:
+            tokens = sum(entry.tokens for entry in flight.plan.entries)
+            if tokens >= PREFILL_SHARE * len(flight.plan.entries):
+                self.kv.tiers.prefill.add(tokens, now - flight.began)
+            self.stats.tier_faults = self.kv.tiers.faults
+
     def _commit_entry(self, completion: Completion, entry: Entry, row: RowMap, landed: Landed, at: int, began: float) -> None:
         seq, request = entry.seq, completion.request
         complete = row.sample or seq.computed == seq.length
         if entry.hit is not None:
-            request.clock.schedule(completion.index, began, entry.start)
-            self.stats.cached_tokens += entry.start
+            self._count_hit(request, completion.index, entry.hit, began)
         for i in range(at, at + row.scores):
             request.prompt_logprobs.append(self._logprobs(landed.sampled, i, completion.sampler.prompt_logprobs))
         at += row.scores
@@ -271,6 +303,16 @@ class Engine:
                 break
         if self.speculator is not None and entry.draft:
             self.speculator.verified(entry, row - at)
+
+    def _count_hit(self, request: Request, index: int, hit: Hit, began: float) -> None:
+        stats, page = self.stats, self.kv.page_size
+        host, disk = hit.restored("host") * page, hit.restored("disk") * page
+        request.clock.schedule(index, began, hit.tokens, host, disk)
+        stats.cached_tokens += hit.tokens
+        stats.restored_host_tokens += host
+        stats.restored_disk_tokens += disk
+        stats.restores_chosen += host + disk > 0
+        stats.recomputes_chosen += hit.declined > 0
 
     def _logprobs(self, sampled: Sampled, row: int, alternatives: int) -> TokenLogprobs | None:
         """The token of a sampled row and its `alternatives` (-1: nothing was asked for)."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from trivium.kv import Layout
 from trivium.ops import KVSpec
 from trivium.plugin.contract import Backend, Capabilities, Executable, Session
 
@@ -13,8 +14,8 @@ class Model(Protocol):
 
     num_pages: pages of the pool that Session.kv_store() made for kv_spec. vocab_size: ids from 0 that are accepted and sampled.
     max_model_len: tokens of prompt and output together. eos_ids end an output unless ignore_eos. fingerprint: identity of
-    weights and configuration; pages are never shared between different ones. hidden_size: width of the Program's output "hidden",
-    0 if it has none.
+    weights and configuration; pages are never shared between different ones. layout: what the numbers in its pages mean.
+    hidden_size: width of the Program's output "hidden", 0 if it has none.
     """
 
     @property
@@ -39,3 +40,5 @@ class Model(Protocol):
     def fingerprint(self) -> str: ...
     @property
     def hidden_size(self) -> int: ...
+    @property
+    def layout(self) -> Layout: ...

@@ -8,11 +8,13 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from trivium.errors import CapacityError, CheckpointError, InvalidRequestError, UnsupportedError
-from trivium.kv import plan_groups
+from trivium.kv import Layout, plan_groups
+from trivium.kv.neutral import rotations
 from trivium.models import build, describe
 from trivium.ops import Constant, Group, KVSpec, Program, Weight, rewrite
 from trivium.plugin import Backend, Capabilities, Device, Executable, Session, WeightFormat
@@ -89,6 +91,7 @@ class Loaded:
     fingerprint: str
     tokenizer: Tokenizer
     generation_config: Mapping[str, Any]
+    layout: Layout
     routes: tuple[Route, ...]
     architecture: str
 
@@ -191,13 +194,17 @@ def _load_into(
     vocab_size = min(p.program.vocab_size, tokenizer.vocab_size)
     program = replace(p.program, vocab_size=vocab_size)
     executable = expect(Executable, session.compile(program, weights), f"backend {p.backend.name!r}: compile()")
+    routes = tuple(Route(c.value.name, w.format, f.name, exact, w.nbytes) for c, w, f, exact in p.routes if w is not None)
+    activations = _backend_options(p, options, tokens)["dtype"]
+    formats = blake2b(repr([(r.name, r.resident) for r in routes]).encode(), digest_size=8).hexdigest()
+    producer = f"{p.backend.name} {p.backend.version}, activations {activations}, weight formats {formats}"
     return Loaded(
         name=model, backend=p.backend, device=p.device, capabilities=p.capabilities, session=session, traced=p.traced,
         program=program, executable=executable, kv_spec=spec, num_pages=pages, vocab_size=vocab_size,
         max_model_len=max_model_len, max_num_batched_tokens=tokens, max_num_seqs=options.max_num_seqs,
         eos_ids=_eos_ids(p.checkpoint, tokenizer),
         fingerprint=p.checkpoint.fingerprint, tokenizer=tokenizer, generation_config=p.checkpoint.generation_config,
-        routes=tuple(Route(c.value.name, w.format, f.name, exact, w.nbytes) for c, w, f, exact in p.routes if w is not None),
+        layout=Layout(p.checkpoint.fingerprint, producer, spec, rotations(p.traced)), routes=routes,
         architecture=p.checkpoint.config["architectures"][0],
     )  # fmt: skip
 

@@ -32,7 +32,8 @@ class Metrics:
     to last token. time_to_first_token: arrival to first token, queue included. mean_itl: mean gap between the moments at which an
     output grew. time_per_output_token: the same time by the number of tokens, so smaller where a step yields several; both are None
     if no output has a second token. e2e_time: arrival to the end. preempted_time: spent waiting after preemptions, in none of the
-    above apart from the interval it falls into. num_cached_tokens: prompt tokens found in the prefix cache when first scheduled.
+    above apart from the interval it falls into. num_cached_tokens: prompt tokens found in the prefix cache when first scheduled;
+    num_restored_host_tokens and num_restored_disk_tokens: those of them that came back from a tier.
     num_draft_tokens, num_accepted_tokens: guesses that were checked, and those that came true.
     """
 
@@ -48,6 +49,8 @@ class Metrics:
     num_preemptions: int
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    num_restored_host_tokens: int = 0
+    num_restored_disk_tokens: int = 0
 
 
 @dataclass(slots=True)  # as RequestOutput made in every step; freezing them would double what they cost
@@ -116,15 +119,16 @@ class Clock:
     cached_tokens: int = 0
     drafted: int = 0
     accepted: int = 0
+    restored_tokens: tuple[int, int] = (0, 0)
     gaps: int = 0
     later_tokens: int = 0
     gap_time: float = 0.0
     _waiting_since: dict[int, float] = field(default_factory=dict)
 
-    def schedule(self, index: int, now: float, cached: int) -> None:
-        """Output `index` was admitted, with `cached` tokens found."""
+    def schedule(self, index: int, now: float, cached: int, host: int = 0, disk: int = 0) -> None:
+        """Output `index` was admitted, with `cached` tokens found, of them `host` and `disk` in these tiers."""
         if self.first_scheduled is None:
-            self.first_scheduled, self.cached_tokens = now, cached
+            self.first_scheduled, self.cached_tokens, self.restored_tokens = now, cached, (host, disk)
         self.preempted_time += now - self._waiting_since.pop(index, now)
 
     def preempt(self, index: int, now: float) -> None:
@@ -156,6 +160,8 @@ class Clock:
             num_preemptions=self.preemptions,
             num_draft_tokens=self.drafted,
             num_accepted_tokens=self.accepted,
+            num_restored_host_tokens=self.restored_tokens[0],
+            num_restored_disk_tokens=self.restored_tokens[1],
         )
 
 

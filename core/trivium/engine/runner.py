@@ -23,7 +23,10 @@ _NO_ROWS = build_inputs([], 1)
 class Stats:
     """Totals since the start. device_seconds: from run() to the return of tokens(); draft_seconds: spent on proposing drafts;
     host_seconds: the rest of the steps' time, in which the device has nothing to do. accepted_by_position[j]: drafts that came
-    true in the j-th place of their step. failed_drafts: proposals that raised."""
+    true in the j-th place of their step. failed_drafts: proposals that raised. cached_tokens: found at admission, in the pool or a
+    tier; restored_*: those of them that came from a tier. restores_chosen, recomputes_chosen: admissions that found more in a tier
+    and took it, or computed it as that was quicker. tier_faults: pages that could not be moved or read, or were not what they
+    should be."""
 
     steps: int = 0
     failed_steps: int = 0
@@ -32,6 +35,11 @@ class Stats:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     preemptions: int = 0
+    restored_host_tokens: int = 0
+    restored_disk_tokens: int = 0
+    restores_chosen: int = 0
+    recomputes_chosen: int = 0
+    tier_faults: int = 0
     host_seconds: float = 0.0
     device_seconds: float = 0.0
     draft_seconds: float = 0.0
@@ -115,13 +123,24 @@ class Runner:
                 tokens[ends[i + 1] - 1] = flight.plan.entries[i].seq.last
             inputs = build_inputs(_sampler_rows(flight), self.model.vocab_size)
             batch = replace(flight.batch, sampling=inputs)
-            if copies := flight.plan.copies:
-                self.model.session.copy_pages([copy.src for copy in copies], [copy.dst for copy in copies])
+            self._move_pages(flight.plan)
             flight.started, flight.ran = self._clock(), True
             flight.step = self.model.executable.run(batch)
         except BaseException as fault:
             flight.fault = fault
         return flight
+
+    def _move_pages(self, plan: StepPlan) -> None:
+        """What the pool has given away goes to the tiers; then shared pages are copied, and what is restored comes in."""
+        kv, session = self._scheduler.kv, self.model.session
+        if kv.tiers is not None:
+            kv.tiers.save(session, kv.pool.evicted)
+            kv.pool.evicted.clear()
+        if copies := plan.copies:
+            session.copy_pages([copy.src for copy in copies], [copy.dst for copy in copies])
+        for entry in plan.entries:
+            if entry.hit is not None:
+                kv.restore(session, entry.seq, entry.hit)
 
     def wait(self, flight: Flight) -> Landed:
         """What the device sampled. If this raises, or the engine can't use it, the flight is to be undone."""

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from trivium.kv.cache import Copy, Hit, KVCache, Stream, root_key
 from trivium.kv.groups import plan_groups
+from trivium.kv.neutral import Layout
 from trivium.kv.pool import BlockPool, Key, Ledger
+from trivium.kv.tiers import Disk, Parcel, Tiers
 
-__all__ = ["BlockPool", "Copy", "Hit", "KVCache", "Key", "Ledger", "Stream", "plan_groups", "root_key"]
+__all__ = [
+    "BlockPool", "Copy", "Disk", "Hit", "KVCache", "Key", "Layout", "Ledger", "Parcel", "Stream", "Tiers", "plan_groups",
+    "root_key",
+]  # fmt: skip

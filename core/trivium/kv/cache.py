@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import sys
+import time
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from hashlib import blake2b
 from typing import NamedTuple
 
 import numpy as np
 
-from trivium.kv.pool import BlockPool
-from trivium.ops import KVSpec
+from trivium.kv.neutral import Array, decode
+from trivium.kv.pool import BlockPool, Key, Origin
+from trivium.kv.tiers import Mover, Parcel, Tiers
+from trivium.ops import KVSpec, Pages
 from trivium.ops.batch import I32, I64
 
 
@@ -22,6 +25,7 @@ class Stream:
     length: tokens known. computed: how many of them are in the cache. row: its row in the block tables, -1: it holds no pages.
     blocks: columns of its row that have pages, in every paged group; first[g]: first of them that is still held in group g.
     forked: pages that it is going to write may have other owners, see KVCache.fork().
+    parcel: what another engine has computed of it, until it is admitted.
     """
 
     def __init__(self, tokens: Sequence[int], root: bytes) -> None:
@@ -34,6 +38,7 @@ class Stream:
         self.blocks = 0
         self.first: list[int] = []
         self.forked = False
+        self.parcel: Parcel | None = None
 
     @property
     def pending(self) -> int:
@@ -60,10 +65,22 @@ class Stream:
 
 
 class Hit(NamedTuple):
-    """A cached prefix of `blocks` full pages; pages[i] are those that paged group i needs to read, the last ones."""
+    """A cached prefix of `tokens` tokens in `blocks` pages. pages[i]: those of paged group i that it needs to read, the last ones,
+    as far as they are in the pool. restore: (group, block) of the others, `fresh` of them in paged groups; content: what collect()
+    has read for them, by (group, block): tier, dtype and stored arrays. declined: tokens that are computed sooner than restored.
+    """
 
     blocks: int
+    tokens: int
     pages: list[list[int]]
+    restore: tuple[tuple[int, int], ...]
+    fresh: int
+    content: dict[tuple[int, int], tuple[str, str, tuple[Array, ...]]]
+    declined: int = 0
+
+    def restored(self, tier: str) -> int:
+        """Pages' columns for which something was read from `tier`."""
+        return len({block for (_, block), (name, _, _) in self.content.items() if name == tier})
 
 
 class Copy(NamedTuple):
@@ -91,7 +108,9 @@ class KVCache:
     """
 
     def __init__(self, spec: KVSpec, num_pages: int, max_seqs: int) -> None:
+        self.spec = spec
         self.page_size = spec.page_size
+        self.tiers: Tiers | None = None
         self.pool = BlockPool(num_pages)
         self.paged = [g for g, group in enumerate(spec.groups) if group.spec.paged]
         self.recurrent = [g for g, group in enumerate(spec.groups) if not group.spec.paged]
@@ -124,28 +143,88 @@ class KVCache:
             return 0 if free < 0 else sys.maxsize
         return (blocks + free // len(self.paged)) * self.page_size
 
-    def match(self, stream: Stream, limit: int) -> Hit:
-        """The longest cached prefix of at most `limit` tokens: for every group, all pages that it will read are there."""
+    def match(self, stream: Stream, limit: int, *, restore: bool = True) -> Hit:
+        """The longest cached prefix of at most `limit` tokens: for every group, all pages that it will read are in the pool, or,
+        with `restore`, come from elsewhere sooner than they would be computed."""
+        if restore and stream.parcel is not None:
+            return self._unpack(stream, stream.parcel)
+        best = self._longest(stream, limit, lambda key: self.pool.lookup(key) is not None)
+        hit = self._hit(stream, best)
+        if restore and self.tiers is not None:
+            longer = self._hit(stream, self._longest(stream, limit, self._held_somewhere))
+            if self.tiers.worth(((stream.keys[b], g) for g, b in longer.restore), saved := longer.tokens - hit.tokens):
+                return longer
+            return hit._replace(declined=saved)
+        return hit
+
+    def prefetch(self, stream: Stream, limit: int) -> None:
+        """Has read ahead what a stream that just came in will want from disk."""
+        if self.tiers is not None:
+            hit = self._hit(stream, self._longest(stream, limit, self._held_somewhere))
+            self.tiers.prefetch((stream.keys[b], g) for g, b in hit.restore)
+
+    def collect(self, stream: Stream, hit: Hit) -> bool:
+        """Reads what a hit wants restored; False: some of it can't be had, so match() will say something else now."""
+        for g, block in hit.restore:
+            if stream.parcel is not None:
+                paged = self.spec.groups[g].spec.paged
+                hit.content[g, block] = "", "float32", stream.parcel.page(g, block, self.page_size, paged)
+            elif self.tiers is not None and (g, block) not in hit.content:
+                key = stream.keys[block], g
+                tier, page = self.tiers.where(key), self.tiers.fetch(key, self._origin(stream, block))
+                if page is None or tier is None:
+                    return False
+                hit.content[g, block] = tier, self.tiers.dtype(g), page.arrays
+        return True
+
+    def _longest(self, stream: Stream, limit: int, there: Callable[[Key], bool]) -> int:
         runs, best = [0] * len(self.paged), 0
         for block in range(limit // self.page_size if not self.recurrent else 0):
             key = self._key(stream, block)
-            runs = [run + 1 if self.pool.lookup((key, g)) is not None else 0 for run, g in zip(runs, self.paged)]
+            runs = [run + 1 if there((key, g)) else 0 for run, g in zip(runs, self.paged)]
             if all(run >= min(block + 1, back) for run, back in zip(runs, self._lookback)):
                 best = block + 1
             elif any(run <= block for run, back in zip(runs, self._lookback) if back == sys.maxsize):
                 break
-        return self._hit(stream, best)
+        return best
+
+    def _held_somewhere(self, key: Key) -> bool:
+        return self.pool.lookup(key) is not None or (self.tiers is not None and self.tiers.where(key) is not None)
 
     def adopt(self, stream: Stream, hit: Hit) -> None:
-        """Gives the stream, which holds nothing, a row and the pages of a hit."""
+        """Gives the stream, which holds nothing, a row and those pages of a hit that are in the pool; fill() allocates the others,
+        once all hits of a step are adopted, as that may evict what they share."""
         self._seat(stream)
         self._widen(hit.blocks)
         for i, (g, pages) in enumerate(zip(self.paged, hit.pages)):
             self.pool.share(pages)
-            stream.first[i] = hit.blocks - len(pages)
-            self._tables[g, stream.row, stream.first[i] : hit.blocks] = pages
-        stream.blocks = hit.blocks
-        stream.computed = hit.blocks * self.page_size
+            missing = {block for group, block in hit.restore if group == g}
+            stream.first[i] = hit.blocks - len(pages) - len(missing)
+            self._tables[g, stream.row, [b for b in range(stream.first[i], hit.blocks) if b not in missing]] = pages
+        stream.blocks = hit.blocks if self.paged else 0
+        stream.computed = hit.tokens
+
+    def fill(self, stream: Stream, hit: Hit) -> None:
+        """Allocates the pages of an adopted hit that are to be restored."""
+        for (g, block), page in zip(hit.restore, self.pool.allocate(len(hit.restore))):
+            self._tables[g, stream.row, block] = page
+
+    def restore(self, mover: Mover, stream: Stream, hit: Hit) -> None:
+        """Writes what was collected for a hit into its pages, and publishes those that are whole."""
+        for g in sorted({g for g, _ in hit.restore}):
+            blocks, began = [b for group, b in hit.restore if group == g], time.perf_counter()
+            _, dtype, first = hit.content[g, blocks[0]]
+            parts = [decode(np.stack([hit.content[g, b][2][i] for b in blocks]), dtype) for i in range(len(first))]
+            which, each = self.spec.groups[g], len(first) // len(self.spec.groups[g].states)
+            layers = tuple(tuple(parts[i : i + each]) for i in range(0, len(parts), each))
+            pages = self._tables[g, stream.row, blocks].tolist()
+            mover.import_pages(g, pages, Pages(which, self.page_size, self.spec.dtype, layers))
+            if self.tiers is not None:
+                self.tiers.importing.add(len(blocks) * sum(a.nbytes for a in first), time.perf_counter() - began)
+        for g, block in hit.restore:
+            whole = stream.parcel is None or stream.parcel.parts[g][0] <= block * self.page_size
+            if g in self.paged and whole and (block + 1) * self.page_size <= hit.tokens and not self.recurrent:
+                self._publish(stream, block, g)
 
     def fork(self, parent: Stream, child: Stream) -> None:
         """Gives the child, which begins with the tokens that the parent has computed, a row and all the parent's pages."""
@@ -211,13 +290,13 @@ class KVCache:
         """`count` more tokens are in the cache: publishes the pages they filled, frees those that fell out of a window."""
         before = stream.computed // self.page_size
         stream.computed += count
+        stream.parcel = None
         full = stream.computed // self.page_size
         if full == before:
             return
         for block in range(before, full if not self.recurrent else before):
-            key = self._key(stream, block)
             for g in self.paged:
-                self.pool.publish(int(self._tables[g, stream.row, block]), (key, g))
+                self._publish(stream, block, g)
         self._drop_outside(stream, full)
 
     def release(self, stream: Stream) -> None:
@@ -285,11 +364,36 @@ class KVCache:
         return [(g, column, int(self._tables[g, stream.row, column])) for g, column in places]
 
     def _hit(self, stream: Stream, blocks: int) -> Hit:
-        def pages(g: int, back: int) -> list[int]:
-            found = (self.pool.lookup((stream.keys[b], g)) for b in range(max(0, blocks - back), blocks))
-            return [page for page in found if page is not None]
+        pages, restore = [list[int]() for _ in self.paged], list[tuple[int, int]]()
+        for mine, g, back in zip(pages, self.paged, self._lookback):
+            for block in range(max(0, blocks - back), blocks):
+                page = self.pool.lookup((stream.keys[block], g))
+                if page is None:
+                    restore.append((g, block))
+                else:
+                    mine.append(page)
+        return Hit(blocks, blocks * self.page_size, pages, tuple(restore), len(restore), {})
 
-        return Hit(blocks, [pages(g, back) for g, back in zip(self.paged, self._lookback)])
+    def _unpack(self, stream: Stream, parcel: Parcel) -> Hit:
+        """All of what another engine has computed, as far as later tokens read it."""
+        blocks, full = self.blocks(parcel.computed), parcel.computed // self.page_size
+        restore = [
+            (g, block) for g, back in zip(self.paged, self._lookback)
+            for block in range(max(parcel.parts[g][0] // self.page_size, full - back), blocks)
+        ]  # fmt: skip
+        items = (*restore, *((g, 0) for g in self.recurrent))
+        return Hit(blocks, parcel.computed, [[] for _ in self.paged], items, len(restore), {})
+
+    def _origin(self, stream: Stream, block: int) -> Origin:
+        content = stream.tokens(block * self.page_size, (block + 1) * self.page_size).tobytes()
+        return Origin(stream.root, stream.keys[block - 1] if block else stream.root, content)
+
+    def _publish(self, stream: Stream, block: int, g: int) -> None:
+        """A page that a window leaves behind is of use without those before it; a page of full attention is not."""
+        key, full = self._key(stream, block), self.spec.groups[g].spec.window is None
+        parent = (stream.keys[block - 1], g) if block and full else None
+        origin = self._origin(stream, block) if self.tiers is not None else None
+        self.pool.publish(int(self._tables[g, stream.row, block]), (key, g), parent, origin)
 
     def _key(self, stream: Stream, block: int) -> bytes:
         """The digest of the tokens up to the end of `block`."""

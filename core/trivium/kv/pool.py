@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from trivium.errors import CapacityError
 
@@ -11,11 +12,28 @@ Key = tuple[bytes, int]
 """Content of a full page: the chained digest of everything up to its end, and the group it belongs to."""
 
 
+class Origin(NamedTuple):
+    """What a full page was computed from: root of the digest chain, digest of the page before it, the page's own tokens (int32)."""
+
+    root: bytes
+    previous: bytes
+    tokens: bytes
+
+
+class Evicted(NamedTuple):
+    """A published page that was given away; until the next step runs it still holds its content."""
+
+    page: int
+    key: Key
+    origin: Origin
+
+
 class BlockPool:
-    """Hands out page ids. Every operation is O(1) a page.
+    """Hands out page ids. Every operation is O(1) a page, but that an eviction passes over idle pages which others continue.
 
     A page is owned (refs > 0), free, or idle: nobody owns it, but its content is published under a key and `share` revives it.
-    Idle pages are given away last, least recently released first.
+    Idle pages are given away last, least recently released first, but none before the published pages that continue it, unless
+    those are owned. What was given away is noted in `evicted` if its origin is known.
     """
 
     def __init__(self, pages: int) -> None:
@@ -25,6 +43,9 @@ class BlockPool:
         self._idle: OrderedDict[int, None] = OrderedDict()
         self._pages: dict[Key, int] = {}
         self._keys: list[Key | None] = [None] * pages
+        self._origins: list[tuple[Key | None, Origin | None]] = [(None, None)] * pages
+        self._continued: Counter[Key | None] = Counter()
+        self.evicted: list[Evicted] = []
 
     @property
     def available(self) -> int:
@@ -50,14 +71,22 @@ class BlockPool:
             if self.refs[page] == 0:
                 self._put_back(page)
 
-    def publish(self, page: int, key: Key) -> None:
-        """The owned page `page` is full and holds what `key` says. The first page published under a key keeps it."""
-        if self._pages.setdefault(key, page) == page:
-            self._keys[page] = key
+    def publish(self, page: int, key: Key, parent: Key | None = None, origin: Origin | None = None) -> None:
+        """The owned page `page` is full and holds what `key` says, which is of no use without what `parent` says. The first page
+        published under a key keeps it."""
+        if self._pages.setdefault(key, page) == page and self._keys[page] is None:
+            self._keys[page], self._origins[page] = key, (parent, origin)
+            self._continued[parent] += 1
 
     def lookup(self, key: Key) -> int | None:
         """The page that holds this content, owned or idle."""
         return self._pages.get(key)
+
+    def published(self) -> list[Evicted]:
+        """Every page that lookup() finds and whose origin is known, those last that would be evicted last."""
+        order = [*self._idle, *(page for page, refs in enumerate(self.refs) if refs)]
+        found = ((page, self._keys[page], self._origins[page][1]) for page in order)
+        return [Evicted(page, key, origin) for page, key, origin in found if key is not None and origin is not None]
 
     def check(self, owners: Mapping[int, int]) -> None:
         """Raises AssertionError unless page p has exactly owners[p] owners and every page is free, idle or owned."""
@@ -66,6 +95,7 @@ class BlockPool:
         places = Counter(self._free) + Counter(self._idle.keys()) + Counter(p for p, refs in enumerate(self.refs) if refs)
         assert len(places) == self.pages and places.total() == self.pages, "a page is lost or in two places"
         assert all(self._keys[page] == key for key, page in self._pages.items()), "a published page lost its key"
+        assert self._continued == Counter(self._origins[page][0] for page in self._pages.values()), "continued pages miscounted"
 
     def _take(self) -> int:
         page = self._free.pop() if self._free else self._evict()
@@ -73,10 +103,17 @@ class BlockPool:
         return page
 
     def _evict(self) -> int:
-        page, _ = self._idle.popitem(last=False)
-        key, self._keys[page] = self._keys[page], None
+        page = next((page for page in self._idle if not self._continued[self._keys[page]]), next(iter(self._idle)))
+        del self._idle[page]
+        (parent, origin), key = self._origins[page], self._keys[page]
+        self._keys[page], self._origins[page] = None, (None, None)
         if key is not None:
             del self._pages[key]
+            self._continued[parent] -= 1
+            if self._continued[parent] == 0:
+                del self._continued[parent]
+            if origin is not None:
+                self.evicted.append(Evicted(page, key, origin))
         return page
 
     def _put_back(self, page: int) -> None:

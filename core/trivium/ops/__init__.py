@@ -9,12 +9,12 @@ from trivium.ops.patterns import evaluate, interpret
 from trivium.ops.program import INPUTS, Call, Constant, Pattern, Program, StateDecl, Value
 from trivium.ops.rewrite import rewrite
 from trivium.ops.schema import OPSET, Arg, Case, Operator, Shape, Signature, Tolerance, collect, operator
-from trivium.ops.state import Group, KVSpec, LatentKV, PagedKV, PagedState, Recurrent, RecurrentState, StateSpec
+from trivium.ops.state import Group, KVSpec, LatentKV, PagedKV, PagedState, Pages, Recurrent, RecurrentState, StateSpec
 from trivium.ops.tensors import Weight
 
 __all__ = [
     "INPUTS", "OPERATORS", "OPSET", "Arg", "Batch", "Builder", "Call", "Case", "Constant", "Group", "KVSpec", "LatentKV",
-    "Operator", "PagedKV", "PagedState", "Pattern", "Program", "Recurrent", "RecurrentState", "SampleInputs", "Sampled", "Shape",
-    "Signature", "StateDecl", "StateSpec", "Tolerance", "Value", "Weight", "collect", "evaluate", "interpret", "new_builder",
-    "operator", "rewrite",
+    "Operator", "PagedKV", "PagedState", "Pages", "Pattern", "Program", "Recurrent", "RecurrentState", "SampleInputs", "Sampled",
+    "Shape", "Signature", "StateDecl", "StateSpec", "Tolerance", "Value", "Weight", "collect", "evaluate", "interpret",
+    "new_builder", "operator", "rewrite",
 ]  # fmt: skip

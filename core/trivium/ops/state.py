@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,8 +19,9 @@ class PagedKV:
     window: int | None = None
     paged: ClassVar[bool] = True
 
-    def elements_per_token(self) -> int:
-        return 2 * self.kv_heads * self.head_dim
+    def page_shapes(self, page_size: int) -> tuple[tuple[int, ...], ...]:
+        """Neutral shapes of one page: keys and values, [page_size, kv_heads, head_dim] each."""
+        return ((page_size, self.kv_heads, self.head_dim),) * 2
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,9 @@ class LatentKV:
     paged: ClassVar[bool] = True
     window: ClassVar[int | None] = None
 
-    def elements_per_token(self) -> int:
-        return self.rank + self.rope_dim
+    def page_shapes(self, page_size: int) -> tuple[tuple[int, ...], ...]:
+        """Neutral shapes of one page: latent [page_size, rank] and rotated [page_size, rope_dim]."""
+        return (page_size, self.rank), (page_size, self.rope_dim)
 
 
 @dataclass(frozen=True)
@@ -45,8 +46,9 @@ class Recurrent:
     paged: ClassVar[bool] = False
     window: ClassVar[int | None] = None
 
-    def elements(self) -> int:
-        return math.prod(self.shape)
+    def page_shapes(self, page_size: int) -> tuple[tuple[int, ...], ...]:
+        """Neutral shape of one page: the state itself, whatever the page size."""
+        return (self.shape,)
 
 
 StateSpec = PagedKV | LatentKV | Recurrent
@@ -76,6 +78,18 @@ class KVSpec:
     @property
     def layer_slots(self) -> int:
         return max((len(g.states) for g in self.groups), default=0)
+
+
+class Pages(NamedTuple):
+    """Neutral content of some pages of one group, as numpy. `tensors[i]` belongs to layer slot i and holds one
+    float32[pages, *shape] for each shape of the spec's page_shapes(page_size): PagedKV (k, v), LatentKV (latent, rope), Recurrent
+    (state,). A KV dtype below float32 must survive export and import bit for bit. `group` is the Group of the KVSpec that the
+    pages belong to."""
+
+    group: Group
+    page_size: int
+    dtype: str
+    tensors: tuple[tuple[npt.NDArray[np.float32], ...], ...]
 
 
 @dataclass

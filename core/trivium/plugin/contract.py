@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trivium.errors import UnsupportedError
-from trivium.ops import Batch, Call, Group, KVSpec, Operator, Pattern, Program, Sampled, Weight
+from trivium.ops import Batch, Call, KVSpec, Operator, Pages, Pattern, Program, Sampled, Weight
 
 API_VERSION = 2
 """The version of this file. The host accepts plugins written for API_VERSION and, with a DeprecationWarning, API_VERSION - 1.
@@ -112,18 +112,6 @@ class Memory(NamedTuple):
     free: int
     weights: int
     kv: int
-
-
-class Pages(NamedTuple):
-    """Neutral content of some pages of one group, as numpy. `tensors[i]` belongs to layer slot i: for PagedKV
-    (k, v), each float32[pages, page_size, kv_heads, head_dim]; LatentKV (latent[pages, page_size, rank], rope[pages, page_size,
-    rope_dim]); Recurrent (state[pages, *shape],). A KV dtype below float32 must survive export and import bit for bit.
-    `group` is the Group of the KVSpec that the pages belong to."""
-
-    group: Group
-    page_size: int
-    dtype: str
-    tensors: tuple[tuple[npt.NDArray[np.float32], ...], ...]
 
 
 class Step(ABC):

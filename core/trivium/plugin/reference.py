@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -59,11 +60,12 @@ class ReferenceSession(Session):
             for slot in range(len(group.states)):
                 key = (slot, _geometry(group.spec))
                 if key not in self._pool:
-                    self._pool[key] = _allocate(group.spec, pages, spec.page_size)
+                    shapes = group.spec.page_shapes(spec.page_size)
+                    self._pool[key] = tuple(np.zeros((pages, *shape), np.float32) for shape in shapes)
 
     def page_bytes(self, spec: KVSpec) -> int:
         slots = {(i, _geometry(group.spec)) for group in spec.groups for i in range(len(group.states))}
-        return sum(4 * _elements(state, spec.page_size) for _, state in slots)
+        return sum(4 * math.prod(shape) for _, state in slots for shape in state.page_shapes(spec.page_size))
 
     def memory(self) -> Memory:
         kv = sum(a.nbytes for arrays in self._pool.values() for a in arrays)
@@ -74,11 +76,12 @@ class ReferenceSession(Session):
 
     def step_state(self, state: int, batch: Batch) -> PagedState | RecurrentState:
         group, slot = self._spec.group_of(state)
-        arrays = self._arrays(self._spec.groups[group], slot)
-        table = batch.block_tables[group]
-        if len(arrays) == 1:
+        which, table = self._spec.groups[group], batch.block_tables[group]
+        arrays = self._arrays(which, slot)
+        if isinstance(which.spec, Recurrent):
             return RecurrentState(arrays[0], table[:, 0])
-        return PagedState(arrays[0], arrays[1], table, batch.slot_mapping[group])
+        k, v = (a[:, :, None] for a in arrays) if isinstance(which.spec, LatentKV) else arrays
+        return PagedState(k, v, table, batch.slot_mapping[group])
 
     def _arrays(self, group: Group, slot: int) -> tuple[F32, ...]:
         return self._pool[slot, _geometry(group.spec)]
@@ -86,7 +89,7 @@ class ReferenceSession(Session):
     def export_pages(self, group: int, ids: Sequence[int]) -> Pages:
         which = self._spec.groups[group]
         index = np.asarray(ids, np.int64)
-        tensors = tuple(tuple(_neutral(which.spec, a[index]) for a in self._arrays(which, s)) for s in range(len(which.states)))
+        tensors = tuple(tuple(a[index] for a in self._arrays(which, s)) for s in range(len(which.states)))
         return Pages(which, self._spec.page_size, self._spec.dtype, tensors)
 
     def import_pages(self, group: int, ids: Sequence[int], pages: Pages) -> None:
@@ -94,7 +97,7 @@ class ReferenceSession(Session):
         index = np.asarray(ids, np.int64)
         for slot, tensors in enumerate(pages.tensors):
             for mine, theirs in zip(self._arrays(which, slot), tensors, strict=True):
-                mine[index] = theirs.reshape(len(index), *mine.shape[1:])
+                mine[index] = theirs
 
     def copy_pages(self, src: Sequence[int], dst: Sequence[int]) -> None:
         for arrays in self._pool.values():
@@ -143,23 +146,6 @@ def _runner(name: str) -> Any:
 def _geometry(spec: StateSpec) -> StateSpec:
     """Groups whose layers differ only in their window share the pool's arrays."""
     return dataclasses.replace(spec, window=None) if isinstance(spec, PagedKV) else spec
-
-
-def _elements(spec: StateSpec, page_size: int) -> int:
-    return spec.elements() if isinstance(spec, Recurrent) else spec.elements_per_token() * page_size
-
-
-def _allocate(spec: StateSpec, pages: int, page_size: int) -> tuple[F32, ...]:
-    if isinstance(spec, Recurrent):
-        return (np.zeros((pages, *spec.shape), np.float32),)
-    if isinstance(spec, LatentKV):
-        return tuple(np.zeros((pages, page_size, 1, n), np.float32) for n in (spec.rank, spec.rope_dim))
-    shape = (pages, page_size, spec.kv_heads, spec.head_dim)
-    return np.zeros(shape, np.float32), np.zeros(shape, np.float32)
-
-
-def _neutral(spec: StateSpec, array: F32) -> F32:
-    return array[:, :, 0] if isinstance(spec, LatentKV) else array
 
 
 @hookimpl

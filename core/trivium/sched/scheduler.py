@@ -123,10 +123,10 @@ class Scheduler:
         seq.running = False
 
     def plan(self, only: Sequence | None = None) -> StepPlan:
-        """The next step; `only`: one for this sequence alone."""
+        """The next step; `only`: one for this sequence alone, which takes nothing from outside the pool."""
         if only is None:
             return _Planner(self).plan(self.running, self.waiting)
-        return _Planner(self).plan([only] if only.running else [], [] if only.running else [only])
+        return _Planner(self, restore=False).plan([only] if only.running else [], [] if only.running else [only])
 
     def plan_ahead(self) -> StepPlan | None:
         """The next step inside landed(); None if there is nothing to do or somebody would lose pages: that is decided on facts."""
@@ -169,6 +169,8 @@ class Scheduler:
             if entry.hit is not None:
                 self._admit(entry.seq, entry.hit)
         for entry, _, copies in plan.undo:
+            if entry.hit is not None:
+                self.kv.fill(entry.seq, entry.hit)
             copies += self.kv.grow(entry.seq, entry.start + entry.tokens + len(entry.draft))
             plan.copies += copies
 
@@ -222,8 +224,9 @@ class _Planner:
     promised: pages that admitted prompts will need in later steps.
     """
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    def __init__(self, scheduler: Scheduler, *, restore: bool = True) -> None:
         self.kv = scheduler.kv
+        self.restore = restore
         self.ledger = Ledger(self.kv.pool)
         self.alive = scheduler.running.copy()
         decodes = [seq.length - seq.computed for seq in self.alive].count(1)
@@ -264,13 +267,14 @@ class _Planner:
         self._schedule(Entry(seq, seq.computed, count), seq.blocks, decode)
 
     def _admit(self, seq: Sequence) -> bool:
-        hit = self.kv.match(seq, seq.reusable)
-        start = hit.blocks * self.kv.page_size
+        hit = self.kv.match(seq, seq.reusable, restore=self.restore)
+        start = hit.tokens
         count = self._chunk(seq, start, max(self.rows, 1))
         if count <= 0 or self.rows <= 0 < self.seats or not self._make_way(seq, hit):
             return False
         for pages in hit.pages:
             self.ledger.take(pages)
+        self.ledger.free -= hit.fresh
         self.seats -= 1
         self.rows -= 1
         count = min(count, self.kv.reach(seq, hit.blocks, self.ledger.free) - start)

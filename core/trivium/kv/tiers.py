@@ -1,0 +1,323 @@
+"""Pages outside the pool: a host tier and a disk tier for what the pool gives away, and requests that came from another engine.
+
+A page is found by its key and verified by what it was computed from (root, digest of the page before, token ids), whatever tier it
+is in. A page that can't be had any more is a miss, never an error: its tokens are computed again.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import time
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from trivium.errors import InvalidRequestError, PageFormatError
+from trivium.kv.neutral import Array, Layout, decode, encode, pack, unpack
+from trivium.kv.pool import Evicted, Key, Origin
+from trivium.ops import Pages
+
+MAX_IN_FLIGHT = 256 << 20
+"""Bytes that may wait to be written, and bytes that may be read ahead. What is beyond is not written, or read when needed."""
+STALE_SECONDS = 3600
+"""Age from which a half-written file is taken for that of a process that died."""
+_NAME = re.compile(r"[0-9a-f]{16}-[0-9a-f]{64}-\d+\.kvpage(\.[0-9a-f]{16}\.tmp)?")
+_log = logging.getLogger(__name__)
+
+
+class Mover(Protocol):
+    """The part of a Session that moves pages."""
+
+    def export_pages(self, group: int, ids: Sequence[int]) -> Pages: ...
+    def import_pages(self, group: int, ids: Sequence[int], pages: Pages) -> None: ...
+
+
+class Page(NamedTuple):
+    """One page outside the pool. arrays: in stored form, in the order of Layout.shapes."""
+
+    origin: Origin
+    arrays: tuple[Array, ...]
+
+
+class Rate:
+    """Units a second, a moving average over what was measured last; before that, `prior`."""
+
+    def __init__(self, prior: float) -> None:
+        self._units, self._seconds = prior * 0.05, 0.05
+
+    def add(self, units: float, seconds: float) -> None:
+        self._units, self._seconds = 0.8 * self._units + units, 0.8 * self._seconds + seconds
+
+    def seconds(self, units: float) -> float:
+        """Time that `units` would take."""
+        return units * self._seconds / self._units
+
+
+class Disk:
+    """A folder of pages, one file each, used by any number of processes and models.
+
+    A file is written under a temporary name and renamed. Not synced: what a crash of the system leaves is found by its checksum.
+    When the files grow beyond `capacity` bytes, the least recently used go (by modification time, which reading renews); each
+    process counts what it writes itself, and the others' since its last look. A file with a page's name that is damaged or says
+    other than its name is removed; files with other names are never touched.
+    """
+
+    def __init__(self, folder: Path, capacity: int, layout: Layout) -> None:
+        self._folder, self._capacity, self._layout = folder, capacity, layout
+        self._prefix = f"{layout.digest}-"
+        self._names: set[str] = set()
+        self._queued: dict[Key, Page] = {}
+        self._waiting = self._used = self.faults = 0
+        self.rate = Rate(300e6)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._look(0)
+        except OSError as e:
+            raise InvalidRequestError(f"kv_disk_path {folder} can't be used: {e}", param="kv_disk_path") from e
+        self._writer = ThreadPoolExecutor(1, "trivium-kv-write")
+        self._reader = ThreadPoolExecutor(1, "trivium-kv-read")
+
+    def holds(self, key: Key) -> bool:
+        return key in self._queued or self._name(key) in self._names
+
+    def write(self, key: Key, page: Page, *, now: bool = False) -> None:
+        """Writes behind the caller's back, or drops the page if too much waits already. `now`: on this thread, after close()."""
+        size = sum(array.nbytes for array in page.arrays)
+        if self.holds(key) or size > self._capacity or (not now and self._waiting + size > MAX_IN_FLIGHT):
+            return
+        self._queued[key] = page
+        self._waiting += size
+        if now:
+            self._write(key, page, size)
+        else:
+            self._writer.submit(self._write, key, page, size)
+
+    def read(self, key: Key) -> Future[Page | None]:
+        """Starts to read a page; None if it can't be had."""
+        return self._reader.submit(self._read, key)
+
+    def forget(self, key: Key, reason: object = None) -> None:
+        """The page is not to be offered again; with a reason, its file was at fault and goes too."""
+        self._names.discard(self._name(key))
+        if reason is not None:
+            self._fault(reason)
+            with suppress(OSError):
+                (self._folder / self._name(key)).unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Waits for what is to be written."""
+        self._writer.shutdown()
+        self._reader.shutdown(cancel_futures=True)
+
+    def _name(self, key: Key) -> str:
+        return f"{self._prefix}{key[0].hex()}-{key[1]}.kvpage"
+
+    def _fault(self, reason: object) -> None:
+        self.faults += 1
+        log = _log.warning if self.faults == 1 else _log.debug
+        log("a page on disk is passed over, and what it holds computed again (told once): %s", reason)
+
+    def _write(self, key: Key, page: Page, size: int) -> None:
+        name, dtype = self._name(key), self._layout.dtype(key[1])
+        temporary = self._folder / f"{name}.{os.urandom(8).hex()}.tmp"
+        root, previous, tokens = page.origin
+        meta = {"layout": self._layout.describe(key[1]), "root": root.hex(), "previous": previous.hex()}
+        arrays = dict(zip(self._layout.shapes(key[1], 1), page.arrays))
+        try:
+            data = pack(meta, {"tokens": ("int32", np.frombuffer(tokens, np.int32)), **{n: (dtype, a) for n, a in arrays.items()}})
+            if self._used + len(data) > self._capacity:
+                self._look(len(data))
+            temporary.write_bytes(data)
+            temporary.replace(self._folder / name)
+            self._names.add(name)
+            self._used += len(data)
+        except OSError as e:
+            self._fault(e)
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
+        finally:
+            del self._queued[key]
+            self._waiting -= size
+
+    def _read(self, key: Key) -> Page | None:
+        if (queued := self._queued.get(key)) is not None:
+            return queued
+        path, began = self._folder / self._name(key), time.perf_counter()
+        try:
+            data = path.read_bytes()
+            page = self._parse(data, key[1])
+            os.utime(path)
+        except FileNotFoundError:
+            self.forget(key)  # another process made room
+            return None
+        except (OSError, PageFormatError) as e:
+            self.forget(key, f"{path}: {e}")
+            return None
+        self.rate.add(len(data), time.perf_counter() - began)
+        return page
+
+    def _parse(self, data: bytes, group: int) -> Page:
+        meta, arrays = unpack(data)
+        layout, shapes = self._layout, self._layout.shapes(group, self._layout.spec.page_size)
+        tokens = arrays.pop("tokens", ("", np.zeros(0)))[1].tobytes()
+        have = {name: (dtype, array.shape) for name, (dtype, array) in arrays.items()}
+        if meta.get("layout") != layout.describe(group) or have != {n: (layout.dtype(group), s) for n, s in shapes.items()}:
+            raise PageFormatError("the page belongs to another model or layout")
+        try:
+            origin = Origin(bytes.fromhex(meta["root"]), bytes.fromhex(meta["previous"]), tokens)
+        except (KeyError, TypeError, ValueError):
+            raise PageFormatError("the page does not say what it was computed from") from None
+        return Page(origin, tuple(arrays[name][1] for name in shapes))
+
+    def _look(self, room: int) -> None:
+        """Sees what is in the folder and makes `room` in it; a tenth of the capacity more, so as not to come back at once."""
+        files, stale = dict[str, tuple[float, int]](), time.time() - STALE_SECONDS
+        for path in self._folder.iterdir():
+            with suppress(FileNotFoundError):  # another process makes room, too
+                if match := _NAME.fullmatch(path.name):
+                    stat = path.stat()
+                    if not match[1]:
+                        files[path.name] = stat.st_mtime, stat.st_size
+                    elif stat.st_mtime < stale:
+                        path.unlink()
+        self._used, limit = sum(size for _, size in files.values()), self._capacity - room
+        target = limit - self._capacity // 10 if self._used > limit else limit
+        for name in sorted(files, key=lambda name: files[name]):
+            if self._used <= target:
+                break
+            (self._folder / name).unlink(missing_ok=True)
+            self._used -= files.pop(name)[1]
+        self._names = {name for name in files if name.startswith(self._prefix)}
+
+
+class Tiers:
+    """What became of published pages that the pool gave away: `host_bytes` of them in memory, then the disk, if there is one."""
+
+    def __init__(self, layout: Layout, host_bytes: int, disk: Disk | None = None) -> None:
+        self._layout, self._capacity, self._disk = layout, host_bytes, disk
+        self._host: OrderedDict[Key, Page] = OrderedDict()
+        self._reads: OrderedDict[Key, Future[Page | None]] = OrderedDict()
+        self._free = host_bytes
+        self._sizes = []
+        for g in range(len(layout.spec.groups)):
+            width = 2 if layout.dtype(g) in ("float16", "bfloat16") else 4
+            self._sizes.append(sum(width * int(np.prod(s)) for s in layout.shapes(g, layout.spec.page_size).values()))
+        self.importing, self.prefill = Rate(2e9), Rate(1000.0)
+        self._faults = 0
+
+    @property
+    def faults(self) -> int:
+        """Pages that could not be moved, or were not what they should be."""
+        return self._faults + (self._disk.faults if self._disk else 0)
+
+    def dtype(self, group: int) -> str:
+        """The stored dtype of a group's arrays."""
+        return self._layout.dtype(group)
+
+    def where(self, key: Key) -> str | None:
+        """ "host", "disk", or None: it is nowhere."""
+        return "host" if key in self._host else "disk" if self._disk is not None and self._disk.holds(key) else None
+
+    def worth(self, keys: Iterable[Key], tokens: int) -> bool:
+        """Whether restoring these pages is quicker than computing the `tokens` tokens that would be saved."""
+        seconds = 0.0
+        for key in keys:
+            seconds += self.importing.seconds(self._sizes[key[1]])
+            if key not in self._host and self._disk is not None:
+                seconds += self._disk.rate.seconds(self._sizes[key[1]])
+        return seconds < self.prefill.seconds(tokens)
+
+    def prefetch(self, keys: Iterable[Key]) -> None:
+        """Starts to read ahead what is only on disk."""
+        for key in keys:
+            if self._disk is not None and key not in self._reads and self.where(key) == "disk":
+                self._reads[key] = self._disk.read(key)
+                if len(self._reads) * max(self._sizes) > MAX_IN_FLIGHT:
+                    self._reads.popitem(last=False)
+
+    def fetch(self, key: Key, origin: Origin) -> Page | None:
+        """A page, verified; waits for the disk if need be. None: it can't be had, and is not offered again."""
+        page = self._host.get(key)
+        if page is not None:
+            self._host.move_to_end(key)
+        elif self._disk is not None:
+            page = (self._reads.pop(key, None) or self._disk.read(key)).result()
+        if page is None or page.origin == origin:
+            return page
+        self.forget([key], "its tokens are not those of its name")
+        return None
+
+    def forget(self, keys: Iterable[Key], reason: object) -> None:
+        """These pages turned out to be of no use."""
+        for key in keys:
+            if self._host.pop(key, None) is not None:
+                self._free += self._sizes[key[1]]
+                self._faults += 1
+            if self._disk is not None and self._disk.holds(key):
+                self._disk.forget(key, reason)
+
+    def save(self, mover: Mover, evicted: list[Evicted], *, now: bool = False) -> None:
+        """Takes in pages that the pool has given away. To be called before anything is written into them."""
+        new = [e for e in evicted if self.where(e.key) is None]
+        for g in sorted({e.key[1] for e in new}):
+            mine = [e for e in new if e.key[1] == g]
+            try:
+                tensors = mover.export_pages(g, [e.page for e in mine]).tensors
+            except Exception as fault:
+                self._fault(fault, len(mine))
+                continue
+            dtype = self._layout.dtype(g)
+            for i, e in enumerate(mine):
+                arrays = tuple(np.array(encode(t[i], dtype)) for layer in tensors for t in layer)
+                self._put(e.key, Page(e.origin, arrays), now)
+
+    def close(self, mover: Mover, published: list[Evicted]) -> None:
+        """Puts what fits on disk there, what was used last being kept, and ends."""
+        if self._disk is not None:
+            self._disk.close()
+            for key, page in self._host.items():
+                self._disk.write(key, page, now=True)
+            self._free = 0
+            self.save(mover, published, now=True)
+
+    def _put(self, key: Key, page: Page, now: bool) -> None:
+        self._host[key] = page
+        self._free -= self._sizes[key[1]]
+        while self._free < 0 and self._host:
+            old, gone = self._host.popitem(last=False)
+            self._free += self._sizes[old[1]]
+            if self._disk is not None:
+                self._disk.write(old, gone, now=now)
+
+    def _fault(self, reason: object, pages: int) -> None:
+        log = _log.warning if not self._faults else _log.debug
+        self._faults += pages
+        log("%d pages could not be kept for later (told once): %s", pages, reason)
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """The cache of one sequence under way, token by token. computed: tokens it covers. parts: of each group the first token that
+    is there and, for each array of a page, dtype and stored array[tokens, ...] (of a recurrent group the state itself)."""
+
+    computed: int
+    parts: tuple[tuple[int, tuple[tuple[str, Array], ...]], ...]
+
+    def page(self, group: int, block: int, page_size: int, paged: bool) -> tuple[Array, ...]:
+        """float32 arrays of one page of any page size; zeros where there is nothing."""
+        first, arrays = self.parts[group]
+        if not paged:
+            return tuple(decode(array, dtype) for dtype, array in arrays)
+        start, stop = max(block * page_size, first), min((block + 1) * page_size, self.computed)
+        found = [np.zeros((page_size, *array.shape[1:]), np.float32) for _, array in arrays]
+        for out, (dtype, array) in zip(found, arrays):
+            out[start - block * page_size : stop - block * page_size] = decode(array[start - first : stop - first], dtype)
+        return tuple(found)
