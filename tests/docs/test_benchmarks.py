@@ -42,3 +42,9 @@ def test_a_short_soak_ends_with_nothing_lost(backend: str):
 def test_speculation_is_measured_with_equal_ids():
     report = json.loads(run("speculation.py", "--repeat", "1", "--tokens", "24", "ngram", "draft"))
     assert set(report["ngram"]) >= {"copy", "random"} and report["draft"]["copy"]["ratio"] > 0
+
+
+@pytest.mark.weights
+def test_the_cost_of_grammars_is_printed_as_json():
+    figures = json.loads(run("grammar_masks.py", "--json", "--tokens", "5", "--repeat", "1"))
+    assert figures["vocabulary"] == 49152 and all(f["token_us"] > 0 for f in figures["trivium"].values() if isinstance(f, dict))
