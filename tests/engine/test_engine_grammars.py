@@ -222,6 +222,14 @@ def test_neighbours_and_preemption_change_no_token(llm: LLM, folder: Path) -> No
     assert together == alone == [output.outputs[0].token_ids for output in llm.generate(prompts, mixed)]
 
 
+def test_speculation_keeps_every_token(llm: LLM, folder: Path) -> None:
+    mixed = [params(t, 80, **fields) for t in (0.0, 1.0) for fields in ({"json": PERSON}, {"regex": "(abc ){20}"}, {"json": IDS})]
+    speculative = {"method": "ngram", "num_speculative_tokens": 4}
+    with LLM(folder, backend=llm.loaded.backend.name, progress=False, speculative=speculative) as fast:
+        drafted = [(o.outputs[0].token_ids, o.outputs[0].finish_reason) for o in fast.generate([PROMPT] * len(mixed), mixed)]
+    assert drafted == [(o.outputs[0].token_ids, o.outputs[0].finish_reason) for o in llm.generate([PROMPT] * len(mixed), mixed)]
+
+
 def test_an_abort_in_the_middle_leaves_nothing(llm: LLM) -> None:
     stream = llm.stream(PROMPT, params(2.0, regex="[a-z]{200}"))
     assert next(stream).outputs[0].finish_reason is None

@@ -215,7 +215,7 @@ class Alternating:
 
     def masks_ahead(self, drafts: list[int]) -> list[np.ndarray]:
         wrong = next((j for j, token in enumerate(drafts) if token % 2 != (self.odd + j) % 2), len(drafts))
-        return [id_mask(range((self.odd + j) % 2, V, 2), V) for j in range(wrong + 1)]
+        return [id_mask(range((self.odd + j + 1) % 2, V, 2), V) for j in range(wrong)]
 
 
 def test_a_grammar_narrows_the_mask_and_each_state_ahead_has_its_own():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from trivium.engine.beams import Beam, Beams
 from trivium.engine.config import EngineConfig
@@ -14,12 +14,11 @@ from trivium.engine.request import Completion, Request, Text
 from trivium.errors import ContextLengthError, InvalidRequestError, UnsupportedError
 from trivium.kv import root_key
 from trivium.ops.sample import derive_seed
-from trivium.sampling import BeamSearch, SamplerState, SamplingParams, bad_word_ids, check_ids, fresh_seed
+from trivium.sampling import BeamSearch, SamplerState, SamplingParams, StructuredOutputs, bad_word_ids, check_ids, fresh_seed
 from trivium.sched import Sequence as Stream
 from trivium.text import Grammars, Matcher
 
 if TYPE_CHECKING:
-    from trivium.sampling import StructuredOutputs
     from trivium.text import Tokenizer
 
 
@@ -43,8 +42,9 @@ class Intake:
 
     def matcher(self, params: SamplingParams) -> Matcher | None:
         """A new matcher for one output, compiled if its grammar is new; from any thread."""
-        wanted = cast("StructuredOutputs | None", params.structured_outputs)
-        return None if wanted is None else self._grammars.matcher(*wanted.spec, self._end_ids(params))
+        if params.structured_outputs is None:
+            return None
+        return self._grammars.matcher(*StructuredOutputs.of(params.structured_outputs).spec, self._end_ids(params))
 
     def request(
         self, number: int, prompt_ids: Sequence[int], params: SamplingParams | None, priority: int, salt: str,

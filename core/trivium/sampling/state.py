@@ -132,9 +132,10 @@ class SamplerState:
         build_inputs and must not be appended to: where nothing depends on the output they are the same object. The list ends early,
         at a draft that the grammar forbids or that completes it, or at a state without a next token: its error is raised when, and
         only when, those drafts have come true."""
-        masks = None if self._grammar is None else self._grammar.masks_ahead(drafts)
         rows = [self]
-        for token, mask in zip(drafts, repeat(None) if masks is None else masks[1:]):
+        if not drafts:
+            return rows
+        for token, mask in zip(drafts, repeat(None) if self._grammar is None else self._grammar.masks_ahead(drafts)):
             row = rows[-1]
             if mask is not None or row._moves():
                 row = row._copy()

@@ -6,12 +6,13 @@ grammar. Special tokens have no text, so they are only allowed where a Lark gram
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Protocol
@@ -75,25 +76,29 @@ class Grammars:
         """A new matcher at the beginning of a text; `kind`: json (a schema), regex, choice (a JSON list of strings) or grammar
         (Lark or GBNF). `end_ids`: tokens that end the output, allowed exactly where the text may end. InvalidRequestError with the
         reason if the grammar is not possible."""
+        spec = kind, text
         with self._lock:
-            future = self._known.get((kind, text))
+            future = self._known.get(spec)
             if new := future is None:
-                future = self._known[kind, text] = Future()
-            self._known.move_to_end((kind, text))
+                future = self._known[spec] = Future()
+            self._known.move_to_end(spec)
             while len(self._known) > CACHED:
                 self._known.popitem(last=False)
         if new:
             try:
-                future.set_result(self._compile(kind, text))
+                future.set_result(self._compile(*spec))
             except BaseException as fault:
-                with self._lock:
-                    self._known.pop((kind, text), None)
+                self._forget(spec)
                 future.set_exception(fault)
         compiled = future.result()
         if isinstance(compiled, str):
             message = f"structured_outputs: this {kind} can't be used: {compiled}"
             raise InvalidRequestError(message, param="structured_outputs")
-        return Matcher(compiled.deep_copy(), self._vocab_size, self._eos_ids, end_ids)
+        return Matcher(compiled.deep_copy(), self._vocab_size, self._eos_ids, end_ids, lambda: self._forget(spec))
+
+    def _forget(self, spec: tuple[str, str]) -> None:
+        with self._lock:
+            self._known.pop(spec, None)
 
     def _compile(self, kind: str, text: str) -> LLMatcher | str:
         """A matcher at the beginning, or why there is none."""
@@ -116,13 +121,15 @@ class Grammars:
 
 
 class Matcher:
-    """Where one output stands in its grammar."""
+    """Where one output stands in its grammar. `retire` is called when the library fails: what it has made of the grammar, which all
+    copies share, may be full or broken."""
 
-    def __init__(self, inner: LLMatcher, vocab_size: int, eos_ids: Set[int], end_ids: Set[int]) -> None:
+    def __init__(self, inner: LLMatcher, vocab_size: int, eos_ids: Set[int], end_ids: Set[int], retire: Callable[[], None]) -> None:
         ids = frozenset(range(vocab_size))
         self.complete = False
         """The text has ended: no token may follow."""
         self._inner = inner
+        self._retire = retire
         self._end_ids = end_ids
         self._ends = id_mask(end_ids & ids, vocab_size)
         self._texts = id_mask(ids - end_ids - eos_ids, vocab_size)
@@ -143,20 +150,15 @@ class Matcher:
         return found | self._ends if self._inner.is_accepting() else found
 
     def masks_ahead(self, drafts: Iterable[int]) -> list[Mask]:
-        """The masks before drafts[0], drafts[1] and so on, and behind the last one; the list ends early where the grammar forbids a
-        draft, ends, or hits its limits. Nothing changes here."""
+        """The masks behind drafts[0], drafts[1] and so on; the list ends early where the grammar forbids a draft, ends with it, or
+        hits its limits, which is raised when, and only when, those drafts have come true. Nothing changes here."""
         twin, masks = self._copy(), list[Mask]()
-        try:
-            masks.append(twin.mask())
+        with contextlib.suppress(InvalidRequestError):
             for token in drafts:
-                if not masks[-1][token // 32] >> np.uint32(token % 32) & 1:
-                    break
                 twin.accept(token)
                 if twin.complete:
                     break
                 masks.append(twin.mask())
-        except InvalidRequestError:
-            pass  # it is raised when, and only when, those drafts have come true
         return masks
 
     def _copy(self) -> Matcher:
@@ -166,6 +168,7 @@ class Matcher:
 
     def _check(self) -> None:
         if self._inner.is_error():
+            self._retire()
             message = f"structured_outputs: the grammar can't go on: {_error(self._inner)}"
             raise InvalidRequestError(message, param="structured_outputs")
 
