@@ -22,45 +22,62 @@ MEMORY = 0.95
 """What an older verification of a sequence counts against the next newer one."""
 RECOVERY = 0.98
 """The same, for each step that the sequence got no drafts in."""
-REFRESH = 256
-"""Steps after which measured times are taken anew, as they may have been taken in a bad moment."""
+AGE = 32
+"""Steps after which a new measurement of a time takes the place of the older ones."""
+AGING = 0.998
+"""What is left, after each step, of a time that is not measured any more."""
 
 _log = logging.getLogger(__name__)
+
+
+class _Measured:
+    """A time that is measured over and over. Disturbances only add to it, so less counts more than more; and the longer ago the
+    last measurement is, the less is believed to be left of it: so it is measured again."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        self._at = -AGE
+
+    def add(self, seconds: float, now: int) -> None:
+        if now - self._at >= AGE:
+            self._seconds = seconds
+        self._seconds += (seconds - self._seconds) * (0.5 if seconds < self._seconds else 0.1)
+        self._at = now
+
+    def at(self, now: int) -> float:
+        """What is believed at step `now`."""
+        return self._seconds * AGING ** (now - self._at)
 
 
 class Costs:
     """What steps take, by measurement: seconds of a step by its number of tokens, and seconds of drafting one place further."""
 
     def __init__(self) -> None:
-        self._steps: dict[int, float] = {}
-        self._sizes: list[int] = []
-        self._count = 0
-        self._place = 0.0
+        self._steps: dict[int, _Measured] = {}
+        self._place = _Measured()
+        self._now = 0
 
     def step(self, tokens: int, seconds: float) -> None:
         """A step of decodes with `tokens` tokens took that long."""
-        self._count += 1
-        if self._count % REFRESH == 0:
-            self._steps.clear()
-            self._place /= 2
-        self._steps[tokens] = _average(self._steps.get(tokens, seconds), seconds)
-        self._sizes = sorted(self._steps)
+        self._now += 1
+        self._steps.setdefault(tokens, _Measured()).add(seconds, self._now)
 
     def proposal(self, places: int, seconds: float) -> None:
         """Drafts of at most `places` tokens took that long, for sequences that the drafter knew."""
-        self._place = _average(self._place, seconds / places)
+        self._place.add(seconds / places, self._now)
 
     def knows(self, tokens: int) -> bool:
         """Whether a step as small as this was measured."""
-        return bool(self._sizes) and self._sizes[0] <= tokens
+        return min(self._steps, default=tokens + 1) <= tokens
 
     def best(self, tokens: int, chances: Seq[float], places: Seq[int]) -> int:
         """How many drafts make the most tokens a second in a step of `tokens` known ones, if draft i, at place places[i] of its
-        sequence, comes true with chances[i]. Sizes between measured ones are interpolated; larger ones are taken to cost what
-        the largest did: so they are tried."""
-        counts = np.arange(len(chances) + 1)
-        seconds = np.interp(tokens + counts, self._sizes, [self._steps[size] for size in self._sizes])
-        seconds += self._place * np.maximum.accumulate([0, *places])
+        sequence, comes true with chances[i]. Sizes between measured ones are interpolated, no size costs more than a larger one,
+        and those above all measured ones are taken to cost what the largest did: so they are tried."""
+        sizes, counts = sorted(self._steps), np.arange(len(chances) + 1)
+        measured = np.array([self._steps[size].at(self._now) for size in sizes])
+        seconds = np.interp(tokens + counts, sizes, np.minimum.accumulate(measured[::-1])[::-1])
+        seconds += self._place.at(self._now) * np.maximum.accumulate([0, *places])
         gained = tokens + np.cumsum([0.0, *chances])
         return int(np.argmax(gained / np.maximum(seconds, 1e-9)))
 
@@ -204,8 +221,3 @@ class Speculator:
         for record in records:
             record.fresh = False
         return drafts
-
-
-def _average(old: float, new: float) -> float:
-    """A moving average in which one odd value counts for little."""
-    return old + 0.2 * (min(new, 2 * old or new) - old)
