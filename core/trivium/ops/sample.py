@@ -164,7 +164,8 @@ class _Left(NamedTuple):
     def by_typicality(self) -> npt.NDArray[np.intp]:
         surprise = np.floor(self.d * np.float32(-(2**16))).astype(np.int64)
         v = self.w >> max(int(self.w.sum()).bit_length() - 41, 0)
-        return np.abs(surprise - (v * surprise).sum() // v.sum()).argsort(kind="stable")
+        order: npt.NDArray[np.intp] = np.abs(surprise - (v * surprise).sum() // v.sum()).argsort(kind="stable")
+        return order
 
     def exclude_top(self, threshold: np.float32) -> _Left:
         top = np.flatnonzero(self.w >= max(_part(int(self.w.sum()), _fixed(threshold)), 1))
@@ -178,7 +179,8 @@ def _near_the_top(x: F32, sigmas: np.float32) -> npt.NDArray[np.bool_]:
     gap = np.floor(np.minimum(x.max() - x, np.float32(512)) * np.float32(4096)).astype(np.int64)
     real = gap[x > -np.inf]
     variance = ((real - real.sum() // len(real)) ** 2).sum() // len(real)
-    return gap <= math.isqrt(int(variance)) * int(sigmas * np.float32(2**16)) >> 16
+    near: npt.NDArray[np.bool_] = gap <= math.isqrt(int(variance)) * int(sigmas * np.float32(2**16)) >> 16
+    return near
 
 
 def _draw(x: F32, inputs: SampleInputs, row: int, u: int) -> int:

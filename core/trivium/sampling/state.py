@@ -102,7 +102,7 @@ class SamplerState:
         self._fixed_bias = _bias_arrays(params.logit_bias, ())
         self._next_bias: tuple[Pairs | None] | None = None
         plain = {name: getattr(params, name, 0) for name in _ROW.names or ()}
-        clean = {"top_k": min(max(params.top_k, 0), vocab_size), "seed": self.seed}
+        clean: dict[str, float] = {"top_k": min(max(params.top_k, 0), vocab_size), "seed": self.seed}
         clean |= zip(("repetition", "presence", "frequency"), penalties, strict=True)
         self.packed = np.array([tuple((plain | clean).values())], _ROW).tobytes()
         self.bias()
