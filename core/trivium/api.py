@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, cast
 from tqdm import tqdm
 
 from trivium.engine import AsyncEngine, Engine, EngineConfig, PoolingParams, RequestOutput
+from trivium.engine.adapters import adapters_of
 from trivium.engine.loader import LoadOptions, load
 from trivium.engine.speculation import Drafter, ModelDrafter, Speculative
 from trivium.errors import BackendError, InvalidRequestError, UnsupportedError
@@ -66,6 +67,9 @@ class _Opened(ABC):
         enable_prefix_caching: bool = True,
         strict: bool = False,
         seed: int | None = None,
+        enable_lora: bool = False,
+        max_loras: int = 4,
+        max_lora_rank: int = 16,
         speculative: Speculative | Mapping[str, Any] | None = None,
         kv_host_bytes: int = 0,
         kv_disk_path: str | os.PathLike[str] | None = None,
@@ -83,9 +87,10 @@ class _Opened(ABC):
         best that loses nothing. block_size, num_kv_blocks: tokens a page and pages of the KV cache. max_num_seqs,
         max_num_batched_tokens: limits of one step (512 tokens, if the backend can). max_model_len: prompt and output together.
         strict: refuse instead of running on the host what the backend lacks. seed: makes requests without a seed repeat from run to
-        run. speculative: tokens are guessed and checked several at a time; {"method": "ngram"}, or what else Speculative has.
-        kv_host_bytes, kv_disk_path, kv_disk_bytes: memory, and a folder and its size, for pages that the KV cache gives away; later
-        prompts (with the folder: of later runs, too) take from there what would take longer to compute. threads and
+        run. enable_lora: adapters can be loaded, up to max_lora_rank, and max_loras of them run at a time. speculative: tokens are
+        guessed and checked several at a time; {"method": "ngram"}, or what else Speculative has. kv_host_bytes, kv_disk_path,
+        kv_disk_bytes: memory, and a folder and its size, for pages that the KV cache gives away; later prompts (with the folder: of
+        later runs, too) take from there what would take longer to compute. threads and
         backend_options go to the backend, which refuses what it does not know. tool_parser, reasoning_parser: how chats are read:
         a name of text.syntaxes, "auto" by chat template and architecture, None not at all. progress: bars, if standard error is a
         terminal.
@@ -102,7 +107,7 @@ class _Opened(ABC):
         options = LoadOptions(
             dtype=dtype, quantize=quantize, kv_dtype=kv_dtype, block_size=block_size, num_kv_blocks=num_kv_blocks,
             max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, max_model_len=max_model_len,
-            strict=strict, backend_options=own,
+            strict=strict, enable_lora=enable_lora, max_loras=max_loras, max_lora_rank=max_lora_rank, backend_options=own,
             num_speculative_tokens=0 if wanted is None else wanted.num_speculative_tokens,
         )  # fmt: skip
         with contextlib.ExitStack() as opened, _bar(progress) as report:
@@ -140,7 +145,12 @@ class _Opened(ABC):
         self._finalizer()
         gone = cast(Any, None)
         self.engine.speculator = None
-        self.engine.model = self.loaded = replace(self.loaded, session=gone, executable=gone)
+        self.engine.model = self.loaded = replace(self.loaded, session=gone, executable=gone, lora=None)
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """Names of the adapters that requests may give."""
+        return () if self.loaded.lora is None else self.loaded.lora.names
 
     def default_params(self, **fields: Any) -> SamplingParams:
         """The model's own sampling parameters (its generation config; greedy if that does not ask for sampling), with `fields`."""
@@ -247,13 +257,30 @@ class LLM(_Opened):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def generate(self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None) -> list[RequestOutput]:
-        """Completes prompts (texts or lists of token ids, one or many), in one batch; outputs in the order of the prompts.
+    def load_adapter(self, name: str, path: str | os.PathLike[str]) -> None:
+        """Makes a LoRA adapter, a folder as PEFT saves it, known as `name`, while others run. Raises InvalidRequestError,
+        CheckpointError or UnsupportedError; then nothing has changed."""
+        adapter = adapters_of(self.loaded).read(path)
+        with self._lock:
+            self._check_open()
+            self.engine.load_adapter(name, adapter)
+
+    def unload_adapter(self, name: str) -> None:
+        """Forgets an adapter. Requests that have it end with it; new ones can't name it."""
+        with self._lock:
+            self._check_open()
+            self.engine.unload_adapter(name)
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None, *, adapter: str | None = None
+    ) -> list[RequestOutput]:
+        """Completes prompts (texts or lists of token ids, one or many), in one batch; outputs in the order of the prompts. adapter:
+        the name of a loaded one.
 
         A bad request is refused before any has run (InvalidRequestError and its kin). One that fails later ends with
         finish_reason "error" and its `error` set, and the others go on; if all fail, the first error is raised.
         """
-        return self._complete(self._prompts(prompts, sampling_params))
+        return self._complete(self._prompts(prompts, sampling_params), adapter)
 
     def chat(
         self,
@@ -262,11 +289,12 @@ class LLM(_Opened):
         *,
         tools: Tools = None,
         tool_choice: ToolChoice = None,
+        adapter: str | None = None,
         **template: Any,
     ) -> list[RequestOutput]:
         """As generate(), for one chat or several; the outputs have content, reasoning and tool_calls beside the text. tools,
         tool_choice: see ToolUse.of. `template`: see encode_chat. TemplateError if the model has no template."""
-        return self._complete(self._chats(messages, sampling_params, tools, tool_choice, template))
+        return self._complete(self._chats(messages, sampling_params, tools, tool_choice, template), adapter)
 
     def stream(
         self,
@@ -275,11 +303,12 @@ class LLM(_Opened):
         *,
         tools: Tools = None,
         tool_choice: ToolChoice = None,
+        adapter: str | None = None,
         **template: Any,
     ) -> Iterator[RequestOutput]:
         """One prompt or chat, token by token: each RequestOutput holds what is new (of a chat also as events); the last has
         finished=True and the metrics. Closing the iterator aborts the request."""
-        number = self._add(self._request(prompt, sampling_params, tools, tool_choice, template), stream=True)
+        number = self._add(self._request(prompt, sampling_params, tools, tool_choice, template), adapter, stream=True)
         try:
             while True:
                 output = self._next(number)
@@ -291,32 +320,34 @@ class LLM(_Opened):
         finally:
             self._drop(number)
 
-    def embed(self, prompts: Prompt | Sequence[Prompt], pooling_params: PoolingParams | None = None) -> list[RequestOutput]:
+    def embed(
+        self, prompts: Prompt | Sequence[Prompt], pooling_params: PoolingParams | None = None, *, adapter: str | None = None
+    ) -> list[RequestOutput]:
         """Embeddings of prompts, as generate() takes them, in the same steps as whatever else runs: see RequestOutput.embedding."""
-        return self._complete(self._pooled(prompts, pooling_params))
+        return self._complete(self._pooled(prompts, pooling_params), adapter)
 
-    def loglikelihood(self, pairs: Sequence[tuple[str, str]]) -> list[tuple[float, bool]]:
+    def loglikelihood(self, pairs: Sequence[tuple[str, str]], *, adapter: str | None = None) -> list[tuple[float, bool]]:
         """For each (context, continuation): the sum of the log probabilities of the continuation's tokens, and whether each of them
         is the most likely one. The continuation is what follows the context's tokens in those of both texts together (blanks at
         the end of the context count with it); an empty context is the model's begin token. ContextLengthError for more tokens than
         max_model_len."""
-        return [_likelihood(output) for output in self._complete([self._scored(pair) for pair in pairs])]
+        return [_likelihood(output) for output in self._complete([self._scored(pair) for pair in pairs], adapter)]
 
-    def _complete(self, requests: Sequence[_Request]) -> list[RequestOutput]:
+    def _complete(self, requests: Sequence[_Request], adapter: str | None) -> list[RequestOutput]:
         numbers: list[int] = []
         try:
             for request in requests:
-                numbers.append(self._add(request))
+                numbers.append(self._add(request, adapter))
             return _checked([self._next(number) for number in numbers])
         finally:
             for number in numbers:
                 self._drop(number)
 
-    def _add(self, request: _Request, *, stream: bool = False) -> int:
+    def _add(self, request: _Request, adapter: str | None, *, stream: bool = False) -> int:
         self.engine.prepare(request.params)
         with self._lock:
             self._check_open()
-            number = self.engine.add_request(request.ids, request.params, stream=stream, **request.options)
+            number = self.engine.add_request(request.ids, request.params, stream=stream, adapter=adapter, **request.options)
             self._inbox[number] = deque()
             return number
 
@@ -365,9 +396,20 @@ class AsyncLLM(_Opened):
     async def __aexit__(self, *_: object) -> None:
         await asyncio.to_thread(self.close)
 
-    async def generate(self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None) -> list[RequestOutput]:
+    async def load_adapter(self, name: str, path: str | os.PathLike[str]) -> None:
+        """As LLM.load_adapter."""
+        adapter = await asyncio.to_thread(adapters_of(self.loaded).read, path)
+        await self.async_engine.call(lambda engine: engine.load_adapter(name, adapter))
+
+    async def unload_adapter(self, name: str) -> None:
+        """As LLM.unload_adapter."""
+        await self.async_engine.call(lambda engine: engine.unload_adapter(name))
+
+    async def generate(
+        self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None, *, adapter: str | None = None
+    ) -> list[RequestOutput]:
         """As LLM.generate; cancelling the task aborts the requests."""
-        return await self._complete(self._prompts(prompts, sampling_params))
+        return await self._complete(self._prompts(prompts, sampling_params), adapter)
 
     async def chat(
         self,
@@ -376,10 +418,11 @@ class AsyncLLM(_Opened):
         *,
         tools: Tools = None,
         tool_choice: ToolChoice = None,
+        adapter: str | None = None,
         **template: Any,
     ) -> list[RequestOutput]:
         """As LLM.chat."""
-        return await self._complete(self._chats(messages, sampling_params, tools, tool_choice, template))
+        return await self._complete(self._chats(messages, sampling_params, tools, tool_choice, template), adapter)
 
     async def stream(
         self,
@@ -388,27 +431,31 @@ class AsyncLLM(_Opened):
         *,
         tools: Tools = None,
         tool_choice: ToolChoice = None,
+        adapter: str | None = None,
         **template: Any,
     ) -> AsyncIterator[RequestOutput]:
         """As LLM.stream; closing the iterator or cancelling its task aborts the request."""
         request = self._request(prompt, sampling_params, tools, tool_choice, template)
-        news = self.async_engine.stream(request.ids, request.params, **request.options)
+        news = self.async_engine.stream(request.ids, request.params, adapter=adapter, **request.options)
         async with contextlib.aclosing(cast(Any, news)):
             async for output in news:
                 yield output
                 if output.error is not None:
                     raise output.error
 
-    async def embed(self, prompts: Prompt | Sequence[Prompt], pooling_params: PoolingParams | None = None) -> list[RequestOutput]:
+    async def embed(
+        self, prompts: Prompt | Sequence[Prompt], pooling_params: PoolingParams | None = None, *, adapter: str | None = None
+    ) -> list[RequestOutput]:
         """As LLM.embed."""
-        return await self._complete(self._pooled(prompts, pooling_params))
+        return await self._complete(self._pooled(prompts, pooling_params), adapter)
 
-    async def loglikelihood(self, pairs: Sequence[tuple[str, str]]) -> list[tuple[float, bool]]:
+    async def loglikelihood(self, pairs: Sequence[tuple[str, str]], *, adapter: str | None = None) -> list[tuple[float, bool]]:
         """As LLM.loglikelihood."""
-        return [_likelihood(output) for output in await self._complete([self._scored(pair) for pair in pairs])]
+        return [_likelihood(output) for output in await self._complete([self._scored(pair) for pair in pairs], adapter)]
 
-    async def _complete(self, requests: Sequence[_Request]) -> list[RequestOutput]:
-        answers = (self.async_engine.generate(request.ids, request.params, **request.options) for request in requests)
+    async def _complete(self, requests: Sequence[_Request], adapter: str | None) -> list[RequestOutput]:
+        run = self.async_engine.generate
+        answers = (run(request.ids, request.params, adapter=adapter, **request.options) for request in requests)
         tasks = [asyncio.ensure_future(answer) for answer in answers]
         try:
             return _checked(list(await asyncio.gather(*tasks)))

@@ -97,10 +97,15 @@ class PrivateSession(ChipSession):
 
     def load(self, weight: Any, format: str) -> Slab:
         plain = super().load(weight, format)._cells
-        return Slab(Tiled(plain) if plain.ndim == 2 else plain)
+        return Slab(Tiled(plain) if plain.ndim == 2 else [Tiled(m) for m in plain] if plain.ndim == 3 else plain)
+
+    def assign(self, tensor: Slab, index: int, array: Any) -> None:
+        tensor._cells[index] = Tiled(array)
 
     def read_weight(self, tensor: Slab) -> Any:
         cells = tensor._cells
+        if isinstance(cells, list):
+            return np.stack([m.transposed().T for m in cells])
         return np.ascontiguousarray(cells.transposed().T) if isinstance(cells, Tiled) else cells.copy()
 
     def compile(self, program: Any, weights: Any) -> Executable:

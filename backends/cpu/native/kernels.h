@@ -92,6 +92,8 @@ struct Kernels {
   void (*rope)(const float* x, const float* cosine, const float* sine, int64_t half, bool interleaved, float* y, int64_t n);
   float (*max)(const float* x, int64_t n);
   void (*exp)(const float* x, float* y, int64_t n);  // y may be x
+  float (*dot)(const float* a, const float* b, int64_t n);
+  void (*add_scaled)(const float* x, float factor, float* y, int64_t n);  // y += factor * x
 
   // Writes one token's key and value of one head into its page at `offset` < page_size. key, value: that head's blocks.
   void (*write_kv)(const KvLayout& layout, int64_t offset, const float* k, const float* v, uint8_t* key, uint8_t* value);

@@ -5,6 +5,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <cstring>
 #include <new>
 #include <optional>
@@ -13,6 +14,7 @@
 #include "module.h"
 #include "ops_attention.h"
 #include "ops_linear.h"
+#include "ops_lora.h"
 #include "ops_rows.h"
 
 namespace nb = nanobind;
@@ -47,6 +49,7 @@ struct BoundTape {
   std::vector<nb::object> held;
   nb::object sampling;
   int64_t vocab = 0;  // rows of the embedding table; 0: unknown
+  int64_t slots = 0;  // of adapters; 0: no operation reads them
 
   template <typename T>
   const T* take(const nb::object& from, const char* name) {
@@ -72,6 +75,9 @@ void check_step(const BoundTape& self, const Step& step, int64_t groups) {
       }
     }
   }
+  for (int64_t t = 0; self.slots > 0 && t < step.tokens; ++t) {
+    if (step.inputs[6][t] >= self.slots) throw std::out_of_range("the step names an adapter beyond the " + std::to_string(self.slots) + " there are");
+  }
   if (self.pool == nullptr) return;
   const int64_t slots = self.pool->pages() * self.pool->page_size();
   bool bad = false;
@@ -84,12 +90,15 @@ void check_step(const BoundTape& self, const Step& step, int64_t groups) {
 void begin(BoundTape& self, const nb::object& batch) {
   self.held.clear();
   Step step;
-  const char* const names[] = {"token_ids", "positions", "query_starts", "context_lens", "sample_rows", "pool_rows"};
+  const char* const names[] = {"token_ids", "positions", "query_starts", "context_lens", "sample_rows", "pool_rows", "adapters"};
   for (size_t i = 0; i < kInputs; ++i) step.inputs[i] = self.take<int32_t>(batch, names[i]);
   step.tokens = static_cast<int64_t>(nb::len(nb::object(batch.attr("token_ids"))));
   step.seqs = static_cast<int64_t>(nb::len(nb::object(batch.attr("context_lens"))));
   step.rows = static_cast<int64_t>(nb::len(nb::object(batch.attr("sample_rows"))));
   step.pooled = static_cast<int64_t>(nb::len(nb::object(batch.attr("pool_rows"))));
+  if (self.slots > 0 && static_cast<int64_t>(nb::len(nb::object(batch.attr("adapters")))) != step.tokens) {
+    throw std::out_of_range("the step does not say which adapter each of its tokens has");
+  }
   auto tables = nb::cast<Array<int32_t>>(batch.attr("block_tables"));
   step.block_tables = tables.data();
   step.blocks = tables.ndim() == 3 ? static_cast<int64_t>(tables.shape(2)) : 0;
@@ -285,6 +294,10 @@ void bind_large_ops(nb::class_<BoundTape>& tape) {
     self.add(std::move(op), "attention", barrier);
   }, "q"_a, "query_starts"_a, "context_lens"_a, "sinks"_a, "y"_a, "layer"_a, "heads"_a, "scale"_a, "softcap"_a, "window"_a, "causal"_a, "partials"_a,
       "partial_capacity"_a, "barrier"_a);
+  tape.def("lora", [](BoundTape& self, Ref y, Ref x, Ref a, Ref b, Ref adapters, Ref inner, int64_t slots, int64_t rank, int64_t in, int64_t out, bool barrier) {
+    self.slots = self.slots == 0 ? slots : std::min(self.slots, slots);
+    self.add(std::make_unique<Lora>(y, x, a, b, adapters, inner, rank, in, out), "lora", barrier);
+  }, "y"_a, "x"_a, "a"_a, "b"_a, "adapters"_a, "inner"_a, "slots"_a, "rank"_a, "in"_a, "out"_a, "barrier"_a);
   tape.def_static("partial_numbers", [](const KvLayer& layer, int64_t heads) {
     return Attention({}, {}, {}, {}, {}, layer, heads).partial_numbers();
   }, "layer"_a, "heads"_a, "Numbers that one shared-out span of a tile needs.");

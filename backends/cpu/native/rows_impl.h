@@ -110,6 +110,22 @@ inline float max_of(const float* x, int64_t n) {
   return best;
 }
 
+// Four running sums hide the time that one addition takes; a fixed order.
+inline float dot(const float* a, const float* b, int64_t n) {
+  Vec sums[4] = {set1(0), set1(0), set1(0), set1(0)};
+  int64_t i = 0;
+  for (; i + 4 * W <= n; i += 4 * W) {
+    for (int64_t k = 0; k < 4; ++k) sums[k] = fma(load(a + i + k * W), load(b + i + k * W), sums[k]);
+  }
+  for (; i + W <= n; i += W) sums[0] = fma(load(a + i), load(b + i), sums[0]);
+  if (i < n) sums[1] = fma(load_n(a + i, n - i), load_n(b + i, n - i), sums[1]);
+  return reduce_add((sums[0] + sums[1]) + (sums[2] + sums[3]));
+}
+
+inline void add_scaled(const float* x, float factor, float* y, int64_t n) {
+  map(y, n, [f = set1(factor)](Vec s, Vec t) { return fma(s, f, t); }, x, y);
+}
+
 inline void exp_of(const float* x, float* y, int64_t n) {
   map(y, n, [](Vec v) { return exp(v); }, x);
 }

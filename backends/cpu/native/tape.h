@@ -22,8 +22,8 @@ enum class Space : int { tokens, rows, pooled, fixed, constant, input };
 inline constexpr size_t kArenas = 4;
 
 // The integer arrays of a step that operations may name.
-enum class Input : int { token_ids, positions, query_starts, context_lens, sample_rows, pool_rows };
-inline constexpr size_t kInputs = 6;
+enum class Input : int { token_ids, positions, query_starts, context_lens, sample_rows, pool_rows, adapters };
+inline constexpr size_t kInputs = 7;
 
 // Where a value lies. tokens, rows, pooled: `offset` numbers (4 bytes each) times the rows of the step; fixed: `offset` numbers; constant: `pointer`;
 // input: `offset` is an Input.

@@ -205,6 +205,25 @@ def _paged_attention(low: Lowering, call: Call) -> None:
     )  # fmt: skip
 
 
+def _lora(low: Lowering, call: Call) -> None:
+    y, x, a, b, adapters = call.args
+    assert y is not None and x is not None and a is not None and b is not None
+    slots, rank, width = (int(n) for n in a.shape)
+    inner, out = low.temporary("tokens", rank), low.result_over(call.results[0], y)
+    x_at, slot_of = low.place(x), low.place(adapters)
+    low.emit(
+        "lora", out.ref, x_at.ref, low.place(a).ref, low.place(b).ref, slot_of.ref, inner.ref, slots, rank, width, last(y),
+        reads=[out, x_at], writes=[out, inner],
+    )  # fmt: skip
+    low.release(inner)
+
+
+def _lora_fits(call: Call) -> str | None:
+    constants = all(v is not None and v.kind == "constant" for v in call.args[2:4])
+    own = (adapters := call.args[4]) is not None and adapters.kind == "input"
+    return None if constants and own else "the matrices must be constants, and the adapters the step's own"
+
+
 def _span_capacity(low: Lowering) -> int:
     """Spans that may be shared out at a time: few tiles of the longest context."""
     return 4 * low.threads * math.ceil(low.max_model_len / _native.SPAN)
@@ -234,6 +253,7 @@ def _kernels() -> dict[str, Kernel]:
     kernels = {name: Kernel(name, lower, f"native {name}") for name, lower in plain.items()}
     for name, lower in {"embedding": _embedding, "linear": _linear}.items():
         kernels[name] = Kernel(name, lower, f"native {name}", supports=_weight_is_constant(1))
+    kernels["lora"] = Kernel("lora", _lora, "native lora", supports=_lora_fits)
     kernels["paged_attention"] = Kernel("paged_attention", _paged_attention, "native paged_attention", supports=_attention_fits)
     return kernels
 

@@ -16,7 +16,7 @@ from trivium.plugin import Choice
 from trivium_cpu import _native
 from trivium_cpu.places import Arena, Barriers, Place
 
-INPUT_INDEX = {"token_ids": 0, "positions": 1, "query_starts": 2, "context_lens": 3, "sample_rows": 4, "pool_rows": 5}
+_INPUTS = ("token_ids", "positions", "query_starts", "context_lens", "sample_rows", "pool_rows", "adapters")
 ABSENT = Place("constant", 0, 0, _native.Ref())
 NO_NORM = _native.NormSpec("none", ABSENT.ref, ABSENT.ref, 0.0, 0.0)
 _SYMBOLS = ("tokens", "rows", "pooled")
@@ -24,8 +24,8 @@ _SYMBOLS = ("tokens", "rows", "pooled")
 
 @dataclass
 class Resident:
-    """A loaded constant. shape: the checkpoint's. Two or more dimensions are a packed `matrix` [product of all but the last, last],
-    one dimension (or none) a float32 `array`."""
+    """A loaded constant. shape: the checkpoint's. Two or more dimensions are a packed `matrix` [product of all but the last, last];
+    one dimension (or none), and float32 with more than two, is an `array`, which the tape reads where it is."""
 
     shape: tuple[int, ...]
     matrix: Any = None
@@ -112,7 +112,7 @@ class Lowering:
         if value is None:
             return ABSENT
         if value.kind == "input":
-            index = INPUT_INDEX[value.name]
+            index = _INPUTS.index(value.name)
             return Place("input", index, 0, _native.Ref.input(index))
         if value.kind == "state":
             return Place("kv", self._state_of[value], 1, None)

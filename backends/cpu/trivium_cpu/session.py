@@ -52,7 +52,7 @@ class CpuSession(Session):
         return self._loaded[key][0]
 
     def _load(self, weight: Weight, format: str) -> Resident:
-        if len(weight.shape) < 2:
+        if len(weight.shape) < 2 or (len(weight.shape) > 2 and format == "float32"):
             return Resident(weight.shape, array=np.array(weight.decode(), np.float32))
         rows = math.prod(weight.shape[:-1])
         storage, data = weight.format, weight.data
@@ -71,6 +71,9 @@ class CpuSession(Session):
             return np.asarray(tensor, np.float32)
         array = tensor.array if tensor.array is not None else np.asarray(self._runtime.unpack(tensor.matrix))
         return array.reshape(tensor.shape)
+
+    def assign(self, tensor: Tensor, index: int, array: npt.NDArray[np.float32]) -> None:
+        tensor.array[index] = array
 
     def page_bytes(self, spec: KVSpec) -> int:
         return max((sum(_slot_bytes(spec, g) for _ in g.states) for g in spec.groups), default=0)

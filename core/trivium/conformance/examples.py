@@ -95,6 +95,7 @@ class _Feeder:
             "context_lens": contexts,
             "sample_rows": rows,
             "pool_rows": rows[:0],
+            "adapters": np.full(tokens, -1, np.int32),
         }
         return {**defaults, **{name: a for name, a in given.items() if name in INPUTS}}
 

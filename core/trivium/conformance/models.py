@@ -96,6 +96,7 @@ class _Model:
     eos_ids: frozenset[int] = frozenset()
     fingerprint: str = "tiny"
     hidden_size: int = 0
+    lora: None = None
 
     @property
     def layout(self) -> Layout:

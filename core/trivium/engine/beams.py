@@ -104,5 +104,6 @@ class Beams:
 
     def _child(self, parent: Beam) -> Beam:
         seq = Sequence(parent.seq.tokens(), parent.seq.root, (*parent.seq.order[:2], self._made), limit=parent.seq.limit)
+        seq.adapter = parent.seq.adapter
         self._made += 1
         return Beam(parent.request, seq, parent.sampler, Text(self._tokenizer, parent.request.params))

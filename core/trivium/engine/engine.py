@@ -14,9 +14,11 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trivium.engine.adapters import Adapter, adapters_of
 from trivium.engine.config import EngineConfig
 from trivium.engine.executor import Model
 from trivium.engine.intake import Intake
@@ -60,7 +62,7 @@ class Engine:
         seqs, tokens = self.config.max_num_seqs, self.config.max_num_batched_tokens
         self.kv = KVCache(model.kv_spec, model.num_pages, min(seqs, tokens))
         self.kv.tiers = self._open_tiers(model)
-        self.scheduler = Scheduler(self.kv, seqs, tokens)
+        self.scheduler = Scheduler(self.kv, seqs, tokens, 0 if model.lora is None else model.lora.slots)
         self._clock = clock
         self._count = 0
         self._requests: dict[int, Request] = {}
@@ -96,15 +98,16 @@ class Engine:
         reader: Reader | None = None,
         pooling: PoolingParams | None = None,
         score_from: int = 1,
+        adapter: str | None = None,
     ) -> int:
         """Takes a request and returns its id; `client_id` is only echoed. Lower priority runs first. cache_salt: prefix pages are
         shared only between equal salts. reader: how to read the outputs as answers of a chat. pooling: no tokens are made (and no
         params are taken), the output has an embedding of the prompt. score_from: prompt_logprobs begin with this token of the
-        prompt, earlier ones have none. Raises InvalidRequestError, ContextLengthError, CapacityError or UnsupportedError; then
-        nothing has changed."""
+        prompt, earlier ones have none. adapter: the name of a loaded one, which the request keeps to its end. Raises
+        InvalidRequestError, ContextLengthError, CapacityError or UnsupportedError; then nothing has changed."""
         if stream and params is not None and params.beam_width:
             raise InvalidRequestError("a beam search has nothing to stream: its outputs are chosen at the end", param="stream")
-        request = self.intake.request(self._count + 1, prompt_ids, params, priority, cache_salt, pooling, score_from)
+        request = self.intake.request(self._count + 1, prompt_ids, params, priority, cache_salt, pooling, score_from, adapter)
         request.stream, request.client_id = stream, client_id
         if reader is not None:
             request.read_with(reader)
@@ -121,6 +124,17 @@ class Engine:
         InvalidRequestError if the grammar is not possible."""
         if params is not None:
             self.intake.matcher(params)
+
+    def load_adapter(self, name: str, adapter: Adapter | str | PathLike[str]) -> None:
+        """Makes an adapter (a PEFT folder, or what Adapters.read() made of one) known as `name`; raises what read() and add()
+        raise, and then nothing has changed."""
+        known = adapters_of(self.model)
+        known.add(name, adapter if isinstance(adapter, Adapter) else known.read(adapter))
+
+    def unload_adapter(self, name: str) -> None:
+        """Forgets an adapter: no request can name it any more, and those that have it end with it. InvalidRequestError if there is
+        none of that name."""
+        adapters_of(self.model).remove(name, {seq.adapter for seq in self._completions})
 
     def has_unfinished(self) -> bool:
         """Whether step() has anything to do."""

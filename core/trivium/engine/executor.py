@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from trivium.engine.adapters import Adapters
 from trivium.kv import Layout
 from trivium.ops import KVSpec
 from trivium.plugin.contract import Backend, Capabilities, Executable, Session
@@ -15,7 +16,7 @@ class Model(Protocol):
     num_pages: pages of the pool that Session.kv_store() made for kv_spec. vocab_size: ids from 0 that are accepted and sampled.
     max_model_len: tokens of prompt and output together. eos_ids end an output unless ignore_eos. fingerprint: identity of
     weights and configuration; pages are never shared between different ones. layout: what the numbers in its pages mean.
-    hidden_size: width of the Program's output "hidden", 0 if it has none.
+    hidden_size: width of the Program's output "hidden", 0 if it has none. lora: its adapters, None if it was loaded without.
     """
 
     @property
@@ -38,6 +39,8 @@ class Model(Protocol):
     def eos_ids(self) -> frozenset[int]: ...
     @property
     def fingerprint(self) -> str: ...
+    @property
+    def lora(self) -> Adapters | None: ...
     @property
     def hidden_size(self) -> int: ...
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from trivium.engine.adapters import Adapter, adapters_of
 from trivium.engine.beams import Beam, Beams
 from trivium.engine.config import EngineConfig
 from trivium.engine.executor import Model
@@ -48,7 +49,7 @@ class Intake:
 
     def request(
         self, number: int, prompt_ids: Sequence[int], params: SamplingParams | None, priority: int, salt: str,
-        pooling: PoolingParams | None, score_from: int,
+        pooling: PoolingParams | None, score_from: int, adapter: str | None,
     ) -> Request:  # fmt: skip
         """The request `number`, which nobody knows yet. Raises InvalidRequestError, ContextLengthError, CapacityError or
         UnsupportedError."""
@@ -60,7 +61,10 @@ class Intake:
         capabilities = self.model.capabilities
         params.of_each_beam().check_supported(capabilities.sampling, self.model.backend.name, capabilities.unsupported)
         max_tokens = self._check_length(len(ids), params.max_tokens)
-        return self._build(number, ids, params, max_tokens, priority, salt, pool, score_from)
+        return self._build(number, ids, params, max_tokens, priority, salt, pool, score_from, self._adapter(adapter))
+
+    def _adapter(self, name: str | None) -> Adapter | None:
+        return None if name is None else adapters_of(self.model).get(name)
 
     def _pool(self, pooling: PoolingParams, params: SamplingParams | None, tokens: int) -> Pool:
         if params is not None:
@@ -94,13 +98,13 @@ class Intake:
 
     def _build(
         self, number: int, ids: list[int], params: SamplingParams, max_tokens: int, priority: int, salt: str, pool: Pool | None,
-        score_from: int,
+        score_from: int, adapter: Adapter | None,
     ) -> Request:  # fmt: skip
         owner = "" if self._config.enable_prefix_caching else str(number)
         request = Request(number, ids, params, max_tokens, self._end_ids(params), Clock(self._clock()), pool=pool)
         scored = params.prompt_logprobs is not None
         request.prompt_logprobs.extend([None] * score_from)
-        root = root_key(self.model.fingerprint, "", salt, owner)
+        root = root_key(self.model.fingerprint, adapter.fingerprint if adapter else "", salt, owner)
         seed = fresh_seed() if self._config.seed is None else derive_seed(self._config.seed % 2**64, number)
         search = BeamSearch(params, request.end_ids, max_tokens) if params.beam_width else None
         asked = params.of_each_beam(search.candidates) if search else params
@@ -115,7 +119,7 @@ class Intake:
                 known, root, (priority, number, index), limit=len(known) + max_tokens,
                 score_end=len(ids) - 1 if scored and index == 0 else 0,
             )  # fmt: skip
-            seq.scored = score_from - 1
+            seq.scored, seq.adapter = score_from - 1, adapter
             if pool is not None:
                 seq.pooled = pool.first
             text = Text(self._tokenizer, params)

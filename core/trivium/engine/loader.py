@@ -6,16 +6,18 @@ import bisect
 import contextlib
 import itertools
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from trivium.errors import CapacityError, CheckpointError, InvalidRequestError, UnsupportedError
+from trivium.engine.adapters import Adapters, Placed
 from trivium.kv import Layout, plan_groups
 from trivium.kv.neutral import rotations
 from trivium.models import build, describe
+from trivium.models.lora import Target, with_lora
 from trivium.ops import Constant, Group, KVSpec, Program, Weight, rewrite
 from trivium.plugin import Backend, Capabilities, Device, Executable, Session, WeightFormat
 from trivium.plugin import resolve as resolve_backend
@@ -36,7 +38,8 @@ _SAMPLE_FORMATS = ("float32", "float16", "bfloat16")
 class LoadOptions:
     """How to load. None or "auto": chosen and reported. `dtype`: every weight resident in that float type. `quantize`: resident
     format of the linear weights. `block_size`: tokens a page. `num_kv_blocks`: pages in the pool, over all groups.
-    `num_speculative_tokens`: further rows that each sequence may want in a step."""
+    `num_speculative_tokens`: further rows that each sequence may want in a step. `enable_lora`: adapters can be loaded, up to
+    `max_lora_rank`; sequences that run have at most `max_loras` different ones."""
 
     dtype: str = "auto"
     quantize: str | None = None
@@ -48,13 +51,19 @@ class LoadOptions:
     max_model_len: int | None = None
     num_speculative_tokens: int = 0
     strict: bool = False
+    enable_lora: bool = False
+    max_loras: int = 4
+    max_lora_rank: int = 16
     backend_options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in ("block_size", "num_kv_blocks", "max_num_seqs", "max_num_batched_tokens", "max_model_len"):
+        for name in ("block_size", "num_kv_blocks", "max_num_seqs", "max_num_batched_tokens", "max_model_len", "max_loras",
+                     "max_lora_rank"):  # fmt: skip
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
                 raise InvalidRequestError(f"{name} must be a positive integer, not {value!r}", param=name)
+        if type(self.enable_lora) is not bool or not self.max_loras or not self.max_lora_rank:
+            raise InvalidRequestError("enable_lora must be True or False, max_loras and max_lora_rank counts", param="enable_lora")
         if self.max_model_len == 1:
             raise InvalidRequestError("max_model_len 1 has no room for a prompt and a token; give 2 or more", param="max_model_len")
 
@@ -94,6 +103,7 @@ class Loaded:
     layout: Layout
     routes: tuple[Route, ...]
     architecture: str
+    lora: Adapters | None
 
     @property
     def hidden_size(self) -> int:
@@ -121,6 +131,7 @@ class Plan(NamedTuple):
     program: Program
     routes: tuple[tuple[Constant, Weight | None, WeightFormat, bool], ...]
     max_model_len: int
+    targets: Sequence[Target]
 
 
 def plan(
@@ -151,10 +162,13 @@ def plan(
     traced = traced or build(checkpoint.config, max_model_len=max_model_len)
     if chosen.api_version < 2:
         traced = traced.only("logits")
+    targets: Sequence[Target] = ()
+    if options.enable_lora:
+        traced, targets = with_lora(traced, options.max_loras, options.max_lora_rank)
     kernels = kernels_of(chosen, device)
     program = rewrite(traced, patterns(kernels), accept=lambda call: accepts(call, kernels))
     routes = tuple(_route(c, program, checkpoint, capabilities, options) for c in program.constants)
-    return Plan(path, checkpoint, chosen, device, capabilities, traced, program, routes, max_model_len)
+    return Plan(path, checkpoint, chosen, device, capabilities, traced, program, routes, max_model_len, targets)
 
 
 def load(
@@ -175,6 +189,9 @@ def load(
     with blame(f"backend {p.backend.name!r}: open()"):
         session: Session = expect(Session, p.backend.open(p.device, given), f"backend {p.backend.name!r}: open()")
     try:
+        if options.enable_lora and type(session).assign is Session.assign:
+            message = f"the backend {p.backend.name} can't change a weight that it has loaded, which adapters need"
+            raise UnsupportedError(message, param="enable_lora")
         with blame(f"backend {p.backend.name!r}: loading {model}"):
             return _load_into(session, model, p, tokenizer, options, tokens, progress)
     except BaseException:
@@ -205,8 +222,15 @@ def _load_into(
         eos_ids=_eos_ids(p.checkpoint, tokenizer),
         fingerprint=p.checkpoint.fingerprint, tokenizer=tokenizer, generation_config=p.checkpoint.generation_config,
         layout=Layout(p.checkpoint.fingerprint, producer, spec, rotations(p.traced)), routes=routes,
+        lora=_adapters(session, p, weights, options) if options.enable_lora else None,
         architecture=p.checkpoint.config["architectures"][0],
     )  # fmt: skip
+
+
+def _adapters(session: Session, p: Plan, weights: Mapping[str, Any], options: LoadOptions) -> Adapters:
+    placed = [Placed(target, weights[target.a.name], weights[target.b.name]) for target in p.targets]
+    head_dim = describe(p.checkpoint.config).head_dim if p.checkpoint.config.get("rope_interleaved") else 0
+    return Adapters(session, placed, options.max_loras, options.max_lora_rank, head_dim)
 
 
 def _step_tokens(capabilities: Capabilities, asked: int | None) -> int:

@@ -6,11 +6,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+import numpy as np
+
 from trivium.engine.executor import Model
 from trivium.engine.request import Completion
 from trivium.errors import BackendError
 from trivium.ops import Batch, Sampled
-from trivium.ops.batch import F32
+from trivium.ops.batch import F32, I32
 from trivium.plugin.contract import Step
 from trivium.sampling import SamplerState, build_inputs
 from trivium.sched import RowMap, Scheduler, StepPlan, make_batch, sampled_rows
@@ -122,13 +124,20 @@ class Runner:
             for i in flight.holes:
                 tokens[ends[i + 1] - 1] = flight.plan.entries[i].seq.last
             inputs = build_inputs(_sampler_rows(flight), self.model.vocab_size)
-            batch = replace(flight.batch, sampling=inputs)
+            batch = replace(flight.batch, sampling=inputs, adapters=self._adapters(flight, ends))
             self._move_pages(flight.plan)
             flight.started, flight.ran = self._clock(), True
             flight.step = self.model.executable.run(batch)
         except BaseException as fault:
             flight.fault = fault
         return flight
+
+    def _adapters(self, flight: Flight, ends: I32) -> I32:
+        """The slot of each token's adapter, which is put there if need be: int32[tokens], empty for a model without adapters."""
+        if self.model.lora is None:
+            return np.zeros(0, np.int32)
+        held = {seq.adapter for seq in self._scheduler.running}
+        return self.model.lora.place([entry.seq.adapter for entry in flight.plan.entries], held).repeat(np.diff(ends))
 
     def _move_pages(self, plan: StepPlan) -> None:
         """What the pool has given away goes to the tiers; then shared pages are copied, and what is restored comes in."""

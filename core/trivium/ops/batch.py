@@ -86,6 +86,7 @@ class Batch:
     once this step has run. block_tables: int32[G, S, B] (see PagedState). slot_mapping: int64[G, T].
     sample_rows: int32[R], rows of token_ids whose logits are wanted, ascending. sampling: R rows.
     pool_rows: int32[P], rows of token_ids whose final hidden states are wanted (the Program's output "hidden"), ascending.
+    adapters: int32[T], the slot of each token's adapter (see the operator `lora`), -1: none; empty for a Program without adapters.
     """
 
     token_ids: I32
@@ -97,6 +98,7 @@ class Batch:
     sample_rows: I32
     sampling: SampleInputs
     pool_rows: I32 = field(default_factory=_none)
+    adapters: I32 = field(default_factory=_none)
 
     @property
     def tokens(self) -> int:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from trivium.ops import attention, collective, dense, latent, moe, recurrent, sample
+from trivium.ops import adapters, attention, collective, dense, latent, moe, recurrent, sample
 from trivium.ops.builder import Builder
 from trivium.ops.schema import Operator, collect
 
-OPERATORS: Mapping[str, Operator] = collect(dense, attention, latent, moe, recurrent, collective, sample)
+OPERATORS: Mapping[str, Operator] = collect(dense, adapters, attention, latent, moe, recurrent, collective, sample)
 """The operator set, by name."""
 
 

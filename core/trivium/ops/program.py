@@ -20,6 +20,7 @@ INPUTS: Mapping[str, tuple[Shape, str]] = {
     "context_lens": (("seqs",), "int32"),
     "sample_rows": (("rows",), "int32"),
     "pool_rows": (("pooled",), "int32"),
+    "adapters": (("tokens",), "int32"),
 }
 
 

@@ -190,6 +190,11 @@ class Session(ABC):
     def close(self) -> None:
         """Gives everything back. Called once; nothing else is called afterwards."""
 
+    def assign(self, tensor: Tensor, index: int, array: npt.NDArray[np.float32]) -> None:
+        """(optional) Overwrites entry `index` of the first of the three dimensions of a weight that load() made in "float32";
+        steps that are run from then on see it. Never called while a step runs. Adapters need it."""
+        raise UnsupportedError("this backend can't change a weight that it has loaded")
+
     def step_state(self, state: int, batch: Batch) -> Any:
         """(optional) What kernels receive for a state of the Program in one step; EagerExecutable asks if a kernel takes one."""
         raise UnsupportedError("this backend has no eager state")

@@ -44,12 +44,15 @@ class ReferenceSession(Session):
     def load(self, weight: Weight, format: str) -> Tensor:
         if format != "float32":
             raise InvalidRequestError(f"the reference backend keeps weights as float32, not {format}", param="quantize")
-        array = np.ascontiguousarray(weight.decode())
+        array = np.array(weight.decode())
         self._weight_bytes += array.nbytes
         return array
 
     def read_weight(self, tensor: Tensor) -> F32:
         return np.asarray(tensor, np.float32)
+
+    def assign(self, tensor: Tensor, index: int, array: F32) -> None:
+        tensor[index] = array
 
     def kv_store(self, spec: KVSpec, pages: int) -> None:
         need = pages * self.page_bytes(spec)

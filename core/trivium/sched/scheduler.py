@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from operator import attrgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from trivium.errors import CapacityError
 from trivium.kv import Copy, Hit, KVCache, Ledger, Stream
@@ -31,7 +31,7 @@ class Sequence(Stream):
     limit: length at which it ends at the latest; up to it, a token is drawn once all known ones are computed. due: its last token
     stands for one that the device has still to give (see Scheduler.landed). fork_at: prefill stops there, so that others can begin
     with what is computed by then; 0: it doesn't. lockstep: its next token is chosen together with those of its siblings. pooled:
-    the hidden states of the rows from here on are still wanted.
+    the hidden states of the rows from here on are still wanted. adapter: what its tokens run with, compared by identity.
     """
 
     def __init__(self, tokens: Seq[int], root: bytes, order: Order, *, score_end: int = 0, limit: int = sys.maxsize) -> None:
@@ -43,6 +43,7 @@ class Sequence(Stream):
         self.fork_at = 0
         self.lockstep = False
         self.pooled = sys.maxsize
+        self.adapter: Any = None
         self.running = False
         self.due = False
 
@@ -84,12 +85,13 @@ class StepPlan:
 
 class Scheduler:
     """Holds the running and the waiting sequences, both in order. `max_seqs` run at once; a step has at most `max_tokens` tokens
-    and `max_seqs` sampled or scored rows."""
+    and `max_seqs` sampled or scored rows. Those that run have at most `max_adapters` different adapters."""
 
-    def __init__(self, kv: KVCache, max_seqs: int, max_tokens: int) -> None:
+    def __init__(self, kv: KVCache, max_seqs: int, max_tokens: int, max_adapters: int = 0) -> None:
         self.kv = kv
         self.max_seqs = min(max_seqs, max_tokens)
         self.max_tokens = max_tokens
+        self.max_adapters = max_adapters
         self.running: list[Sequence] = []
         self.waiting: list[Sequence] = []
 
@@ -221,7 +223,7 @@ class _Planner:
     """One planning pass. Candidates come in order; who needs pages may take them from the last of the running ones behind it.
 
     tokens: left for prefill, once every running decode has its one. rows: left beyond the one that every running sequence may use.
-    promised: pages that admitted prompts will need in later steps.
+    promised: pages that admitted prompts will need in later steps. adapters: those of admitted sequences.
     """
 
     def __init__(self, scheduler: Scheduler, *, restore: bool = True) -> None:
@@ -234,6 +236,7 @@ class _Planner:
         self.rows = scheduler.max_seqs - len(self.alive)
         self.seats = self.rows
         self.promised = 0
+        self.slots, self.adapters = scheduler.max_adapters, set[Any]()
         self.open = True
         self.draft = StepPlan()
 
@@ -277,6 +280,7 @@ class _Planner:
         self.ledger.free -= hit.fresh
         self.seats -= 1
         self.rows -= 1
+        self.adapters.add(seq.adapter)
         count = min(count, self.kv.reach(seq, hit.blocks, self.ledger.free) - start)
         self._schedule(Entry(seq, start, count, hit), hit.blocks, False)
         return True
@@ -293,8 +297,9 @@ class _Planner:
         return self.kv.reach(seq, seq.blocks, free) - seq.computed
 
     def _make_way(self, seq: Sequence, hit: Hit) -> bool:
-        """Whether a seat and pages for all known tokens are there; sequences of a worse priority are preempted for them."""
-        while self.seats <= 0 or self._lacks_pages(seq, hit):
+        """Whether a seat, a slot for its adapter and pages for all known tokens are there; sequences of a worse priority are
+        preempted for them."""
+        while self.seats <= 0 or self._lacks_pages(seq, hit) or self._lacks_slot(seq):
             if not self._evict((seq.order[0] + 1, -1, -1), seq):
                 return False
         return True
@@ -302,6 +307,13 @@ class _Planner:
     def _lacks_pages(self, seq: Sequence, hit: Hit) -> bool:
         need = self.kv.peak_pages(seq.length, hit) + sum(self.ledger.cost(pages) for pages in hit.pages)
         return need > self.ledger.free - self.promised
+
+    def _lacks_slot(self, seq: Sequence) -> bool:
+        """Whether the running sequences and those that are admitted have other adapters in every slot."""
+        if seq.adapter is None:
+            return False
+        used = {other.adapter for other in self.alive} | self.adapters
+        return seq.adapter not in used and len(used - {None}) >= self.slots
 
     def _evict(self, order: Order, seq: Sequence) -> bool:
         """Plans to preempt the last of the running sequences if it stands after `order`; else a parked sibling of `seq`."""
