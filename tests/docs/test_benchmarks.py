@@ -30,6 +30,12 @@ def test_the_hosts_time_is_printed_as_json():
     assert json.loads(run("engine_host.py", "--json", "--steps", "5", "--batch", "1"))
 
 
+def test_the_price_of_determinism_is_printed_and_is_paid_for_something():
+    report = json.loads(run("determinism.py", "1"))["reference"]
+    assert [sizes["differs_apart"] for sizes in report.values()] == [0] * 4
+    assert any(sizes["differs_together"] for sizes in report.values())
+
+
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 def test_a_short_soak_ends_with_nothing_lost(backend: str):
     report = json.loads(run("soak_engine.py", "--json", "--requests", "60", "--backend", backend))

@@ -238,15 +238,17 @@ class KVCache:
         self.pool.share(self.held(child))
 
     def written(self, stream: Stream) -> list[int]:
-        """The pages of a forked stream that its next token may change."""
-        return [page for _, _, page in self._written(stream)]
+        """The pages that the next token of a stream may change."""
+        return [page for _, _, page in self._last(stream)]
 
     def grow(self, stream: Stream, tokens: int) -> list[Copy]:
         """Makes room for the first `tokens` tokens and gives the stream what it will write for itself: the copies that this takes
         have to be made before. Raises CapacityError, and changes nothing, if there are too few pages."""
-        shared = [place for place in self._written(stream) if self.pool.refs[place[2]] > 1]
         count = self.pages_to_grow(stream, tokens, stream.blocks)
-        pages = self.pool.allocate(count + len(shared)) if count or shared else []
+        if not count and not stream.forked:
+            return []
+        shared = [place for place in self._last(stream) if self.pool.refs[place[2]] > 1] if stream.forked else []
+        pages = self.pool.allocate(count + len(shared))
         copies = [Copy(*place, pages.pop()) for place in shared]
         for g, column, src, dst in copies:
             self.pool.release([src])
@@ -353,9 +355,6 @@ class KVCache:
         columns = self._tables[:, stream.row, start : max(stream.blocks, 1)].T.ravel()
         pages: list[int] = columns[columns >= 0].tolist()
         return pages
-
-    def _written(self, stream: Stream) -> list[tuple[int, int, int]]:
-        return self._last(stream) if stream.forked else []
 
     def _last(self, stream: Stream) -> list[tuple[int, int, int]]:
         """(group, column, page) of what the next token may change and is there: recurrent states, the partly filled page."""

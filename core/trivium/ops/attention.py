@@ -50,20 +50,25 @@ def kv_write(kv: PagedState, k: Array, v: Array) -> PagedState:
 
 def attend(q: Array, k: Array, v: Array, visible: Array, scale: float, softcap: float | None, sinks: Array | None) -> Array:
     """Attention of one sequence: q[queries, heads, d], k[keys, kv_heads, d], v[keys, kv_heads, e], visible bool[queries, keys]
-    -> [queries, heads, e]. Head h reads kv head h // (heads / kv_heads)."""
-    queries, heads, dim = q.shape
+    -> [queries, heads, e]. Head h reads kv head h // (heads / kv_heads). Each query is computed by itself over what it sees, so
+    that its bits do not depend on the others."""
+    shape = len(q), q.shape[1], v.shape[-1]
+    found = [_attend_one(row, k[seen], v[seen], scale, softcap, sinks) for row, seen in zip(q, visible)]
+    return np.array(found, np.float32).reshape(shape)
+
+
+def _attend_one(q: Array, k: Array, v: Array, scale: float, softcap: float | None, sinks: Array | None) -> Array:
+    """q[heads, d], k[keys, kv_heads, d], v[keys, kv_heads, e] -> [kv_heads, heads / kv_heads, e]."""
     kv_heads = k.shape[1]
-    grouped = q.reshape(queries, kv_heads, heads // kv_heads, dim).transpose(1, 2, 0, 3)
-    scores = np.matmul(grouped, k.transpose(1, 2, 0)[:, None]) * np.float32(scale)
+    scores = np.matmul(q.reshape(kv_heads, -1, q.shape[-1]), k.transpose(1, 2, 0)) * np.float32(scale)
     if softcap is not None:
         scores = np.float32(softcap) * np.tanh(scores / np.float32(softcap))
-    scores = np.where(visible, scores, np.float32(-np.inf))
-    sink = np.float32(-np.inf) if sinks is None else sinks.reshape(kv_heads, -1, 1, 1)
+    sink = np.float32(-np.inf) if sinks is None else sinks.reshape(kv_heads, -1, 1)
     top = np.maximum(scores.max(axis=-1, keepdims=True), sink)
     weights = np.exp(scores - top)
     total = weights.sum(axis=-1, keepdims=True) + np.exp(sink - top)
-    out: Array = np.matmul(weights / total, v.transpose(1, 0, 2)[:, None])
-    return out.transpose(2, 0, 1, 3).reshape(queries, heads, v.shape[-1])
+    out: Array = np.matmul(weights / total, v.transpose(1, 0, 2))
+    return out
 
 
 def sequences_of(

@@ -35,8 +35,9 @@ def _linear_cases(rng: Rng) -> Iterator[Case]:
 
 @operator("x[..., in], weight[out, in]:weight, bias[out]:weight? -> y[..., out]", cases=_linear_cases, tolerances=tolerances(4))
 def linear(x: Array, weight: Array, bias: Array | None = None) -> Array:
-    """y = x · weightᵀ + bias."""
-    y: Array = x @ weight.T
+    """y = x · weightᵀ + bias. Each row is a product of its own: in one product of all, the order of the sums, and with it the last
+    bits of a row, would depend on how many rows there are."""
+    y: Array = np.matmul(x[..., None, :], weight.T)[..., 0, :]
     return y if bias is None else y + bias
 
 
@@ -50,7 +51,7 @@ def _head_cases(rng: Rng) -> Iterator[Case]:
 )
 def head_linear(x: Array, weight: Array) -> Array:
     """y[t, h] = weight[h] · x[t, h]: a projection of its own for every head (the absorbed matrices of latent attention)."""
-    return np.asarray(np.matmul(x.swapaxes(0, 1), weight.swapaxes(1, 2)).swapaxes(0, 1))
+    return np.asarray(np.matmul(x[..., None, :], weight.swapaxes(1, 2))[..., 0, :])
 
 
 def _row_cases(rng: Rng, attrs: Sequence[Mapping[str, Any]] = ({},), arrays: int = 1) -> Iterator[Case]:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from trivium.errors import ProgramError
-from trivium.ops.dense import ACTIVATIONS, apply_gate
+from trivium.ops.dense import ACTIVATIONS, apply_gate, linear
 from trivium.ops.examples import ROWS, Array, Rng, normal, tolerances
 from trivium.ops.schema import Case, Shape, operator
 
@@ -110,9 +110,9 @@ def moe_experts(
     y = np.zeros((x.shape[0], down.shape[1]), np.float32)
     for e in np.unique(ids).tolist():
         rows, choice = np.nonzero(ids == e)
-        g, u = x[rows] @ gate[e].T, x[rows] @ up[e].T
+        g, u = linear(x[rows], gate[e]), linear(x[rows], up[e])
         g, u = g if gate_bias is None else g + gate_bias[e], u if up_bias is None else u + up_bias[e]
-        out = apply_gate(g, u, kind, limit, alpha, up_offset) @ down[e].T
+        out = linear(apply_gate(g, u, kind, limit, alpha, up_offset), down[e])
         out = out if down_bias is None else out + down_bias[e]
         np.add.at(y, rows, out * weights[rows, choice][:, None])
     return y

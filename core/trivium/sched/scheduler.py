@@ -293,8 +293,8 @@ class _Planner:
         return count
 
     def _room(self, seq: Sequence) -> int:
-        free = self.ledger.free - self.ledger.shared(self.kv.written(seq))
-        return self.kv.reach(seq, seq.blocks, free) - seq.computed
+        copies = self.ledger.shared(self.kv.written(seq)) if seq.forked else 0
+        return self.kv.reach(seq, seq.blocks, self.ledger.free - copies) - seq.computed
 
     def _make_way(self, seq: Sequence, hit: Hit) -> bool:
         """Whether a seat, a slot for its adapter and pages for all known tokens are there; sequences of a worse priority are
@@ -333,7 +333,8 @@ class _Planner:
 
     def _schedule(self, entry: Entry, blocks: int, decode: bool) -> None:
         seq, end = entry.seq, entry.start + entry.tokens
-        self.ledger.split(self.kv.written(seq))
+        if seq.forked:
+            self.ledger.split(self.kv.written(seq))
         self.ledger.free -= self.kv.pages_to_grow(seq, end, blocks)
         if not decode:
             self.tokens -= entry.tokens
