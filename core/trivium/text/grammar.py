@@ -69,6 +69,7 @@ class Grammars:
         self._vocab_size = vocab_size
         self._eos_ids = eos_ids
         self._lock, self._building = threading.Lock(), threading.Lock()
+        self._texts = id_mask(range(vocab_size), vocab_size) & ~self._mask(eos_ids)
         self._tokenizer: LLTokenizer | None = None
         self._known: OrderedDict[tuple[str, str], Future[LLMatcher | str]] = OrderedDict()
 
@@ -94,7 +95,10 @@ class Grammars:
         if isinstance(compiled, str):
             message = f"structured_outputs: this {kind} can't be used: {compiled}"
             raise InvalidRequestError(message, param="structured_outputs")
-        return Matcher(compiled.deep_copy(), self._vocab_size, self._eos_ids, end_ids, lambda: self._forget(spec))
+        return Matcher(compiled.deep_copy(), self._texts, self._mask(end_ids), end_ids, lambda: self._forget(spec))
+
+    def _mask(self, ids: Set[int]) -> Mask:
+        return id_mask([i for i in ids if i < self._vocab_size], self._vocab_size)
 
     def _forget(self, spec: tuple[str, str]) -> None:
         with self._lock:
@@ -121,18 +125,17 @@ class Grammars:
 
 
 class Matcher:
-    """Where one output stands in its grammar. `retire` is called when the library fails: what it has made of the grammar, which all
-    copies share, may be full or broken."""
+    """Where one output stands in its grammar. `texts`: ids but the model's end tokens; `ends`: those of `end_ids`. `retire` is
+    called when the library fails: what it has made of the grammar, which all copies share, may be full or broken."""
 
-    def __init__(self, inner: LLMatcher, vocab_size: int, eos_ids: Set[int], end_ids: Set[int], retire: Callable[[], None]) -> None:
-        ids = frozenset(range(vocab_size))
+    def __init__(self, inner: LLMatcher, texts: Mask, ends: Mask, end_ids: Set[int], retire: Callable[[], None]) -> None:
         self.complete = False
         """The text has ended: no token may follow."""
         self._inner = inner
         self._retire = retire
         self._end_ids = end_ids
-        self._ends = id_mask(end_ids & ids, vocab_size)
-        self._texts = id_mask(ids - end_ids - eos_ids, vocab_size)
+        self._ends = ends
+        self._texts = texts & ~ends
 
     def accept(self, token: int) -> None:
         """Takes a token that the mask allowed; InvalidRequestError for another."""
@@ -145,7 +148,7 @@ class Matcher:
 
     def mask(self) -> Mask:
         """uint32[ceil(vocab/32)]: bit i of word w allows id 32 * w + i. InvalidRequestError where the grammar's limits are hit."""
-        found = np.frombuffer(self._inner.compute_bitmask(), "<u4")[: len(self._texts)] & self._texts
+        found: Mask = np.frombuffer(self._inner.compute_bitmask(), "<u4")[: len(self._texts)] & self._texts
         self._check()
         return found | self._ends if self._inner.is_accepting() else found
 
