@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -84,8 +85,14 @@ class _Lookup(Drafter):
         self._longest = longest
         self._indices: dict[Sequence, Index] = {}
 
+    def propose(self, asks: Seq[Ask]) -> list[list[int]]:
+        return [self._propose(ask.seq, ask.limit) for ask in asks]
+
     def forget(self, seq: Sequence) -> None:
         self._indices.pop(seq, None)
+
+    @abstractmethod
+    def _propose(self, seq: Sequence, limit: int) -> list[int]: ...
 
     def _index(self, seq: Sequence) -> Index:
         index = self._indices.get(seq)
@@ -102,9 +109,6 @@ class _Lookup(Drafter):
 
 class NgramDrafter(_Lookup):
     """Prompt lookup: what followed the longest earlier occurrence of the last tokens, the latest of equally long ones."""
-
-    def propose(self, asks: Seq[Ask]) -> list[list[int]]:
-        return [self._propose(ask.seq, ask.limit) for ask in asks]
 
     def _propose(self, seq: Sequence, limit: int) -> list[int]:
         index = self._index(seq)
@@ -126,9 +130,6 @@ class SuffixDrafter(_Lookup):
         super().__init__(shortest, longest)
         self._shared = [Index(shortest), Index(shortest)]
         """Tokens of finished sequences, newer ones first."""
-
-    def propose(self, asks: Seq[Ask]) -> list[list[int]]:
-        return [self._propose(ask.seq, ask.limit) for ask in asks]
 
     def forget(self, seq: Sequence) -> None:
         super().forget(seq)

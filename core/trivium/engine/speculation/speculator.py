@@ -113,14 +113,9 @@ class Speculator:
     """Between the plan and the step. `completions` is the engine's own mapping."""
 
     def __init__(
-        self,
-        config: Speculative,
-        drafter: Drafter,
-        scheduler: Scheduler,
-        completions: Mapping[Sequence, Completion],
-        stats: Stats,
-        clock: Callable[[], float],
-    ) -> None:
+        self, config: Speculative, drafter: Drafter, scheduler: Scheduler, completions: Mapping[Sequence, Completion],
+        stats: Stats, clock: Callable[[], float],
+    ) -> None:  # fmt: skip
         stats.accepted_by_position = [0] * config.num_speculative_tokens
         self._config = config
         self._drafter = drafter
