@@ -172,3 +172,25 @@ def test_o08_a_parameter_that_the_backend_lacks_is_refused_by_name():
 @pytest.mark.faults
 def test_o11_logprobs_zero_is_not_none():
     assert SamplingParams(logprobs=0).logprobs == 0 and SamplingParams().logprobs is None
+
+
+@pytest.mark.parametrize(
+    ("field", "values", "words"),
+    [
+        ("best_of", [0, 129, 1.0], "an integer from 1 up to 128, or None"),
+        ("truncate_prompt_tokens", [-2, 0, 1.5, True], "-1"),
+        ("spaces_between_special_tokens", [None, 1], "True or False"),
+    ],
+)
+def test_bad_values_of_the_engine_extras_are_refused(field, values, words):
+    for value in values:
+        with pytest.raises(InvalidRequestError, match=f"^{field} must be .*{words}") as caught:
+            SamplingParams(**{field: value})
+        assert caught.value.param == field
+
+
+def test_best_of_is_at_least_n_and_needs_logprobs_only_if_it_chooses():
+    with pytest.raises(InvalidRequestError, match=r"best_of must be at least n \(3\), not 2"):
+        SamplingParams(n=3, best_of=2)
+    assert SamplingParams(n=2, best_of=2).used() == {"temperature"}
+    assert SamplingParams(n=1, best_of=2).used() == {"temperature", "logprobs"}

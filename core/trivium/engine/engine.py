@@ -107,6 +107,8 @@ class Engine:
         InvalidRequestError, ContextLengthError, CapacityError or UnsupportedError; then nothing has changed."""
         if stream and params is not None and params.beam_width:
             raise InvalidRequestError("a beam search has nothing to stream: its outputs are chosen at the end", param="stream")
+        if stream and params is not None and params.ranked:
+            raise InvalidRequestError("best_of can't be streamed: which outputs are best is known at the end", param="best_of")
         request = self.intake.request(self._count + 1, prompt_ids, params, priority, cache_salt, pooling, score_from, adapter)
         request.stream, request.client_id = stream, client_id
         if reader is not None:
@@ -329,16 +331,20 @@ class Engine:
         stats.recomputes_chosen += hit.declined > 0
 
     def _logprobs(self, sampled: Sampled, row: int, alternatives: int) -> TokenLogprobs | None:
-        """The token of a sampled row and its `alternatives` (-1: nothing was asked for)."""
-        if alternatives < 0 or sampled.logprobs is None or sampled.ranks is None:
+        """The token of a sampled row and its `alternatives` (-1: nothing was asked for); BackendError if they make no sense."""
+        if alternatives < 0:
             return None
-        text = self.tokenizer.token_text
-        token = int(sampled.ids[row])
-        found = {token: Logprob(float(sampled.logprobs[row]), int(sampled.ranks[row]), text(token))}
-        if sampled.top_ids is not None and sampled.top_logprobs is not None:
-            pairs = zip(sampled.top_ids[row, :alternatives].tolist(), sampled.top_logprobs[row, :alternatives].tolist())
-            for rank, (i, value) in enumerate(pairs, 1):
-                found.setdefault(i, Logprob(value, rank, text(i)))
+        ids, logprobs, ranks, top_ids, top_logprobs = sampled
+        if logprobs is None or ranks is None or top_ids is None or top_logprobs is None:
+            raise BackendError(f"backend {self.model.backend.name!r} returned no logprobs for a row that asked for them")
+        tokens = [int(ids[row]), *top_ids[row, :alternatives].tolist()]
+        values = [float(logprobs[row]), *top_logprobs[row, :alternatives].tolist()]
+        known = all(0 <= token < self.model.vocab_size for token in tokens)
+        if not known or not len(tokens) == len(values) == alternatives + 1 or not all(value < 1e-3 for value in values):
+            raise BackendError(f"backend {self.model.backend.name!r} returned logprobs {values!r:.200} of tokens {tokens!r:.200}")
+        found: TokenLogprobs = {}
+        for token, value, rank in zip(tokens, values, [int(ranks[row]), *range(1, alternatives + 1)]):
+            found.setdefault(token, Logprob(value, rank, self.tokenizer.token_text(token), self.tokenizer.token_bytes(token)))
         return found
 
     def _retire(self, completion: Completion) -> None:

@@ -53,11 +53,15 @@ class Intake:
     ) -> Request:  # fmt: skip
         """The request `number`, which nobody knows yet. Raises InvalidRequestError, ContextLengthError, CapacityError or
         UnsupportedError."""
+        for name, value, kind in (("priority", priority, int), ("cache_salt", salt, str)):
+            if type(value) is not kind:
+                raise InvalidRequestError(f"{name} must be of type {kind.__name__}, not {value!r:.80}", param=name)
         ids = self._check_prompt(prompt_ids)
-        if type(score_from) is not int or not 1 <= score_from <= len(ids):
-            raise InvalidRequestError(f"score_from must be from 1 to {len(ids)}, not {score_from!r}", param="score_from")
         pool = None if pooling is None else self._pool(pooling, params, len(ids))
         params = SamplingParams(temperature=0.0, max_tokens=0) if pool is not None else params or SamplingParams()
+        ids = self._truncated(ids, params)
+        if type(score_from) is not int or not 1 <= score_from <= len(ids):
+            raise InvalidRequestError(f"score_from must be from 1 to {len(ids)}, not {score_from!r}", param="score_from")
         capabilities = self.model.capabilities
         params.of_each_beam().check_supported(capabilities.sampling, self.model.backend.name, capabilities.unsupported)
         max_tokens = self._check_length(len(ids), params.max_tokens)
@@ -83,6 +87,12 @@ class Intake:
             message = "the prompt is empty and this model has no token to begin with; give at least one token"
             raise InvalidRequestError(message, param="prompt")
         return [int(i) for i in ids]
+
+    def _truncated(self, ids: list[int], params: SamplingParams) -> list[int]:
+        keep = params.truncate_prompt_tokens
+        if keep == -1:
+            keep = max(self.model.max_model_len - (1 if params.max_tokens is None else params.max_tokens), 1)
+        return ids if keep is None else ids[-keep:]
 
     def _check_length(self, prompt: int, max_tokens: int | None) -> int:
         """Tokens to make: prompt + max_tokens <= max_model_len; None becomes the room left."""
@@ -110,7 +120,7 @@ class Intake:
         asked = params.of_each_beam(search.candidates) if search else params
         bad_words = bad_word_ids(params.bad_words, lambda text: self._tokenizer.encode(text, add_special_tokens=False))
         known = ids if pool is None else ids[: pool.tokens]
-        for index in range(asked.n):
+        for index in range(count := asked.best_of or asked.n):
             sampler = SamplerState(
                 asked, ids, self.model.eos_ids, self.model.vocab_size, seed, index=index, bad_words=bad_words,
                 grammar=self.matcher(asked),
@@ -128,7 +138,7 @@ class Intake:
                 request.beams = Beams(beam, search, self._tokenizer)
             request.completions.append(beam if search is not None else Completion(request, seq, sampler, text))
             request.live += 1
-        request.completions[0].seq.fork_at = len(ids) - 1 if asked.n > 1 else 0
+        request.completions[0].seq.fork_at = len(ids) - 1 if count > 1 else 0
         return request
 
     def _end_ids(self, params: SamplingParams) -> frozenset[int]:

@@ -13,15 +13,18 @@ from trivium.text.events import ContentDelta, Event, ReasoningDelta, ToolCall, j
 
 
 class Logprob(NamedTuple):
-    """Natural log probability of a token under the raw logits, its rank (1 = most likely) and its text."""
+    """Natural log probability of a token under the raw logits, its rank (1 = most likely), its text and its own bytes, of which
+    the text may show only U+FFFD."""
 
     logprob: float
     rank: int
     decoded_token: str
+    token_bytes: bytes
 
 
 TokenLogprobs = dict[int, Logprob]
-"""By token id: the token itself first, then the alternatives asked for, most likely first."""
+"""By token id: the token itself first, then the alternatives asked for, most likely first. The k most likely are those of a rank up
+to k, whether the token is one of them or not."""
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from trivium.engine.pooling import Pool
@@ -199,7 +199,7 @@ class Request:
         return RequestOutput(
             request_id=self.id,
             prompt_token_ids=self.prompt_ids,
-            outputs=[c.output() for c in (moved if self.stream else self.completions)],
+            outputs=[c.output() for c in moved] if self.stream else self._outputs(),
             finished=finished,
             metrics=self.clock.metrics(now) if finished else None,
             prompt_logprobs=None if self.params.prompt_logprobs is None else self.prompt_logprobs,
@@ -207,3 +207,9 @@ class Request:
             error=self.error,
             client_id=self.client_id,
         )
+
+    def _outputs(self) -> list[CompletionOutput]:
+        if not self.params.ranked:
+            return [c.output() for c in self.completions]
+        best = sorted(self.completions, key=lambda c: -c._logprob_sum / max(len(c.token_ids), 1))[: self.params.n]
+        return [replace(c.output(), index=i) for i, c in enumerate(best)]

@@ -43,6 +43,8 @@ _RANGES: Mapping[str, _Range] = {
     "top_n_sigma": _Range(float, -1, 1000),
     "xtc_probability": _Range(float, 0, 1),
     "xtc_threshold": _Range(float, 0, 1),
+    "best_of": _Range(int, 1, 128, optional=True),
+    "truncate_prompt_tokens": _Range(int, -1, _LARGEST, optional=True),
     "seed": _Range(int, -(2**63), 2**64 - 1, optional=True),
     "max_tokens": _Range(int, 0, _LARGEST, optional=True),
     "min_tokens": _Range(int, 0, _LARGEST),
@@ -51,11 +53,12 @@ _RANGES: Mapping[str, _Range] = {
     "beam_width": _Range(int, 1, 128, optional=True),
     "length_penalty": _Range(float, -10, 10),
 }
-_FLAGS = ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output")
+_FLAGS = ("ignore_eos", "skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output")
 _ONLY_WHEN_DRAWN = ("top_k", "top_p", "min_p", "typical_p", "top_n_sigma", "xtc_probability", "seed")
 _WITH_BEAMS = frozenset((
     "n", "beam_width", "length_penalty", "early_stopping", "temperature", "seed", "stop_token_ids", "ignore_eos", "max_tokens",
-    "logprobs", "prompt_logprobs", "skip_special_tokens", "include_stop_str_in_output",
+    "logprobs", "prompt_logprobs", "skip_special_tokens", "include_stop_str_in_output", "truncate_prompt_tokens",
+    "spaces_between_special_tokens",
 ))  # fmt: skip
 BACKEND_PARAMS = (
     "temperature", *_ONLY_WHEN_DRAWN, "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias",
@@ -115,7 +118,8 @@ def _bias(value: Any) -> Mapping[int, float] | None:
 class SamplingParams:
     """How the tokens of one request are chosen and when it ends. Every field is checked on construction (InvalidRequestError).
 
-    n: samples a prompt, 1..128; sample i > 0 draws from a seed derived from `seed` and i.
+    n: samples a prompt, 1..128; sample i > 0 draws from a seed derived from `seed` and i. best_of: so many are made, and the n with
+    the highest logprob a token are returned, best first.
     temperature: 0 = greedy. top_k: -1 or 0 = off; larger than the vocabulary = off. top_p, min_p, repetition_penalty,
     presence_penalty, frequency_penalty, logit_bias (-100..100), typical_p, top_n_sigma (up to 0 = off), xtc_probability (0 = off),
     xtc_threshold: see ops.sample. seed: None = drawn at arrival.
@@ -123,6 +127,8 @@ class SamplingParams:
     include_stop_str_in_output. stop_token_ids end the output too. ignore_eos: the model's own end tokens do not.
     bad_words: texts that the output can't contain as tokens. allowed_token_ids: only these can be sampled.
     min_tokens: neither end nor stop tokens are sampled before. max_tokens: None = up to the context; 0 = score the prompt only.
+    truncate_prompt_tokens: only so many of the prompt's last tokens are read; -1: as many as leave room for max_tokens.
+    spaces_between_special_tokens: means nothing, as the text is that of the tokens, with nothing put between.
     logprobs, prompt_logprobs: alternatives reported a position (0: only the token's own value; -1: the whole vocabulary).
     beam_width: the n best outputs of a beam search (see sampling.beams) of that width, best first, fewer if there are fewer;
     length_penalty and early_stopping (True, False or "never") belong to it. It ranks by the model's own log probabilities, so
@@ -156,6 +162,9 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     allowed_token_ids: Sequence[int] | None = None
     logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
+    best_of: int | None = None
+    truncate_prompt_tokens: int | None = None
+    spaces_between_special_tokens: bool = False
     beam_width: int | None = None
     length_penalty: float = 1.0
     early_stopping: bool | str = False
@@ -176,6 +185,10 @@ class SamplingParams:
             object.__setattr__(self, name, value)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise _refuse("min_tokens", f"at most max_tokens ({self.max_tokens})", self.min_tokens)
+        if self.best_of is not None and self.best_of < self.n:
+            raise _refuse("best_of", f"at least n ({self.n})", self.best_of)
+        if self.truncate_prompt_tokens == 0:
+            raise _refuse("truncate_prompt_tokens", "-1 or at least 1", 0)
         if not (isinstance(self.early_stopping, bool) or self.early_stopping == "never"):
             raise _refuse("early_stopping", 'True, False or "never"', self.early_stopping)
         if self.beam_width is not None:
@@ -199,6 +212,11 @@ class SamplingParams:
         logprobs = -1 if self.logprobs == -1 else max(candidates, self.logprobs or 0)
         return replace(self, n=1, beam_width=None, temperature=0.0, logprobs=logprobs)
 
+    @property
+    def ranked(self) -> bool:
+        """Whether only the best of the samples are returned."""
+        return self.best_of is not None and self.best_of > self.n
+
     @classmethod
     def from_config(cls, config: Mapping[str, Any], **chosen: Any) -> SamplingParams:
         """The model's own defaults (generation_config.json): greedy unless it says do_sample; `chosen` fields come first."""
@@ -218,7 +236,8 @@ class SamplingParams:
         defaults = {f.name: f.default for f in fields(self)} | {"temperature": 0.0, "bad_words": ()}
         idle = {name for name in ("top_k", "top_n_sigma") if getattr(self, name) <= 0}
         idle |= set(_ONLY_WHEN_DRAWN) if self.temperature == 0 else set()
-        return frozenset(name for name in BACKEND_PARAMS if name not in idle and getattr(self, name) != defaults[name])
+        used = frozenset(name for name in BACKEND_PARAMS if name not in idle and getattr(self, name) != defaults[name])
+        return used | {"logprobs"} if self.ranked else used
 
     def check_supported(self, supported: frozenset[str] | None, backend: str, reasons: Mapping[str, str]) -> None:
         """Refuses (UnsupportedError, `param` set) what a backend does not declare; None: it declares everything."""

@@ -88,7 +88,7 @@ class SamplerState:
         self.params = params
         self.seed = derive_seed(seed % 2**64, index)
         self.generated = 0
-        self.logprobs = _alternatives(params.logprobs, vocab_size)
+        self.logprobs = _alternatives(0 if params.ranked and params.logprobs is None else params.logprobs, vocab_size)
         self.prompt_logprobs = _alternatives(params.prompt_logprobs, vocab_size)
         self._allowed = None if params.allowed_token_ids is None else id_mask(params.allowed_token_ids, vocab_size)
         self._grammar = grammar
