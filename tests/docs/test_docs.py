@@ -58,3 +58,10 @@ def test_relative_links_lead_somewhere():
         if not (d.parent / target).exists()
     ]
     assert broken == []
+
+
+def test_every_parser_is_documented():
+    from trivium.text.syntaxes import REASONING, TOOLS
+
+    text = (ROOT / "docs" / "chat.md").read_text()
+    assert [name for name in [*TOOLS, *REASONING] if f"`{name}`" not in text] == []

@@ -169,6 +169,8 @@ def test_a_text_that_breaks_off_anywhere_claims_no_call_that_is_not_whole_and_lo
         "<tool_call>no json</tool_call>",
         '<tool_call>{"name": 3, "arguments": {}}</tool_call>',
         '<tool_call>{"name": "", "arguments": {}}</tool_call>',
+        '<tool_call>{"name": "a b", "arguments": {}}</tool_call>',
+        '<tool_call>{"arguments": {}, "name": "a\\u0000"}</tool_call>',
         '<tool_call>{"arguments": {}}</tool_call>',
         '<tool_call>{"name": "now", "arguments": [1]}</tool_call>',
         '<tool_call>{"name": "now", "arguments": "[1]"}</tool_call>',

@@ -22,7 +22,7 @@ from collections.abc import Generator, Mapping
 from typing import Any
 
 from trivium.text.events import CallArguments, CallEnd, CallStart, ContentDelta, Event, ReasoningDelta, merge
-from trivium.text.syntaxes import ARGUMENTS, CallForm, ReasoningSyntax, Schemas, ToolSyntax
+from trivium.text.syntaxes import ARGUMENTS, CallForm, ReasoningSyntax, Schemas, ToolSyntax, is_name
 
 MAX_HEAD = 256
 _KEYS = frozenset({"", "name", "id", "type", "function", *ARGUMENTS})
@@ -187,7 +187,7 @@ class OutputParser:
             self._held.append(char)
             if char == "{":
                 named = re.fullmatch(form.head, head)
-                return bool(named) and (yield from self._object(form, named[1] if named else ""))
+                return named is not None and is_name(named[1]) and (yield from self._object(form, named[1]))
             head += char
         return False
 
@@ -203,10 +203,10 @@ class OutputParser:
                 self._back.extend(char)
                 return False
             raw.append(char)
-            if index is None and char == "{" and walk.depth == 2 and walk.key in ARGUMENTS and _is_name(walk.name):
+            if index is None and char == "{" and walk.depth == 2 and walk.key in ARGUMENTS and is_name(walk.name):
                 index, streams = self._start(walk.name, ""), True
-            if streams:
-                self._out.append(CallArguments(index or 0, char))
+            if streams and index is not None:
+                self._out.append(CallArguments(index, char))
                 streams = walk.depth > wrapped
             else:
                 self._held.append(char)
@@ -223,7 +223,7 @@ class OutputParser:
         except (ValueError, TypeError, KeyError, RecursionError):
             return False
         if index is None:
-            if not _is_name(name) or (form.bare and name not in self._schemas):
+            if not is_name(name) or (form.bare and name not in self._schemas):
                 return False
             index = self._start(name, arguments)
         self._end(index)
@@ -233,14 +233,13 @@ class OutputParser:
         """Calls whose arguments are not written as JSON: read whole, up to the closing marker or bracket, and converted."""
         if form.begin and not (yield from self._match(form.begin)):
             return False
-        body = form.begin if form.begin else ""
-        pieces, tail, walk = [body], "", Walk("\"'", None)
+        pieces, tail, walk = [form.begin], "", Walk("\"'", None)
         close = "" if form.bare else form.closes[0]
         while char := (yield from self._next()):
             self._held.append(char)
             pieces.append(char)
             tail = (tail + char)[-max(len(close), 1) :]
-            if form.bare and (not walk.step(char) or not (walk.calls or char.isalnum() or char in "_.[ \n")):
+            if form.bare and not (walk.step(char) and (walk.calls or char.isalnum() or char.isspace() or char in "_.[")):
                 return False
             if (form.bare and walk.depth == 0) or tail == close:
                 return self._emit(form, "".join(pieces)[: -len(close) or None])
@@ -252,7 +251,7 @@ class OutputParser:
             calls = [(name, _dumps(arguments)) for name, arguments in form.convert(body, self._schemas)]
         except (ValueError, TypeError, KeyError, IndexError, SyntaxError, RecursionError, MemoryError):
             return False
-        if not calls or not all(_is_name(name) and (not form.bare or name in self._schemas) for name, _ in calls):
+        if not calls or not all(is_name(name) and (not form.bare or name in self._schemas) for name, _ in calls):
             return False
         for name, arguments in calls:
             self._end(self._start(name, arguments))
@@ -310,10 +309,6 @@ class Walk:
             return True
         self._string.append(char)
         return char >= " "
-
-
-def _is_name(name: object) -> bool:
-    return isinstance(name, str) and name != "" and name.isprintable()
 
 
 def _unwrap(value: Mapping[str, Any]) -> tuple[str, str]:

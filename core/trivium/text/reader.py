@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from trivium.errors import InvalidRequestError
 from trivium.text.parser import OutputParser
-from trivium.text.syntaxes import REASONING, TOOLS, ReasoningSyntax, Schemas, ToolSyntax, choose
+from trivium.text.syntaxes import MAX_NAME, REASONING, TOOLS, ReasoningSyntax, Schemas, ToolSyntax, choose, is_name
 
 if TYPE_CHECKING:
     from trivium.text.tokenizer import Tokenizer
@@ -54,8 +54,8 @@ def _check(tool: Any, where: str) -> tuple[str, Mapping[str, Any]]:
     if not isinstance(function, Mapping):
         raise _bad(f'{where} must be {{"type": "function", "function": {{"name": ..., "parameters": ...}}}}, not {tool!r:.80}')
     name, schema = function.get("name"), function.get("parameters")
-    if not isinstance(name, str) or not name or not name.isprintable() or len(name) > 128 or " " in name:
-        raise _bad(f"{where}.function.name must be 1 to 128 printable characters without blanks, not {name!r:.80}")
+    if not isinstance(name, str) or not is_name(name):
+        raise _bad(f'{where}.function.name must be 1 to {MAX_NAME} letters, digits or any of "_.:/-", not {name!r:.80}')
     if not isinstance(schema, Mapping | None) or (schema and schema.get("type", "object") != "object"):
         raise _bad(f"{where}.function.parameters must be a JSON schema of an object, not {schema!r:.80}")
     properties = (schema or {}).get("properties", {})
@@ -120,8 +120,9 @@ class Reader:
     ) -> Reader:
         """For a prompt that the template in `source` made. Tool calls are looked for only where tools were offered; a forced call
         is read as bare JSON and has no reasoning before it. `tool_parser`, `reasoning`: as `syntaxes.choose`."""
-        calls = choose(TOOLS, tool_parser, source, "tool_parser") or (TOOLS["json"] if tool_parser else None)
-        calls = TOOLS["json"] if use.forced else calls if use.schemas else None
+        calls = TOOLS["json"] if use.forced else None
+        if use.schemas and tool_parser and not calls:
+            calls = choose(TOOLS, tool_parser, source, "tool_parser") or TOOLS["json"]
         thoughts = None if use.forced else choose(REASONING, reasoning, source, "reasoning_parser")
         tail = tokenizer.decode(prompt_ids[-_TAIL:], skip_special_tokens=False)
         markers = [*(calls.markers() if calls else ()), *(thoughts.markers() if thoughts else ())]

@@ -13,10 +13,16 @@ from trivium.errors import InvalidRequestError
 
 ARGUMENTS = ("arguments", "parameters")
 """Keys under which a call in JSON holds its arguments."""
+MAX_NAME = 128
 Schemas = Mapping[str, Mapping[str, Any]]
 """The JSON schema of each tool's parameters, by the tool's name."""
 Convert = Callable[[str, Schemas], Iterable[tuple[str, dict[str, Any]]]]
 """The body of one or more calls to names and arguments; raises ValueError, SyntaxError and their kin for what is none."""
+
+
+def is_name(name: object) -> bool:
+    """Whether a tool may be called so: 1 to MAX_NAME letters, digits and characters of "_.:/-"."""
+    return isinstance(name, str) and len(name) <= MAX_NAME and re.fullmatch(r"[\w.:/-]+", name) is not None
 
 
 class CallForm(NamedTuple):
@@ -171,7 +177,7 @@ TOOLS: Mapping[str, ToolSyntax] = {
         (CallForm("<|tool_call>", ("<tool_call|>",), "", partial(_quoted, quote='<|"|>'), "call:"),),
         tokens=('<|"|>',),
     ),
-    "granite": ToolSyntax(("<|tool_call|>",), (CallForm("<|tool_call|>", ("<|/tool_call|>",)),)),
+    "granite": ToolSyntax(("<|tool_call|>", "<|tool|>"), (CallForm("<|tool_call|>", ("<|/tool_call|>",)),)),
     "pythonic": ToolSyntax(("<|python_start|>",), (CallForm("<|python_start|>", ("<|python_end|>",), convert=_pythonic), _LIST)),
     "llama3": ToolSyntax(("<|python_tag|>",), (CallForm("<|python_tag|>"), _JSON)),
     "gemma": ToolSyntax(("Gemma2For", "Gemma3For"), (CallForm("```tool_code", ("```",), convert=_pythonic), _LIST, _JSON)),
