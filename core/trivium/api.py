@@ -21,7 +21,7 @@ from trivium.engine.adapters import adapters_of
 from trivium.engine.loader import LoadOptions, load
 from trivium.engine.speculation import Drafter, ModelDrafter, Speculative
 from trivium.errors import BackendError, InvalidRequestError, UnsupportedError
-from trivium.sampling import SamplingParams
+from trivium.sampling import SamplingParams, StructuredOutputs
 from trivium.text.reader import Reader, ToolUse
 from trivium.text.syntaxes import REASONING, TOOLS, choose
 
@@ -211,19 +211,12 @@ class _Opened(ABC):
             message = f"messages must be a list of messages with role and content, or of such lists, not {type(messages).__name__}"
             raise InvalidRequestError(message, param="messages")
         use = ToolUse.of(tools, choice)
-        if use.forced is not None:
-            message = (
-                'a forced call (tool_choice "required" or a named tool) needs structured output, which is not there yet; use "auto"'
-            )
-            raise UnsupportedError(message, param="tool_choice")
         source = f"{self.loaded.architecture}\n{self.tokenizer.template_source(template.get('template'), bool(use.offered))}"
         chats: Any = [messages] if len(messages) == 0 or isinstance(messages[0], Mapping) else messages
         prompts = [self.encode_chat(chat, tools=use.offered, **template) for chat in chats]
         readers = [Reader.of(self.tokenizer, ids, use, source, *self._parsers) for ids in prompts]
-        return [
-            request._replace(options={"reader": reader})
-            for request, reader in zip(self._paired(prompts, params), readers, strict=True)
-        ]
+        requests = [r if use.forced is None else _forced(r, use.forced) for r in self._paired(prompts, params)]
+        return [request._replace(options={"reader": reader}) for request, reader in zip(requests, readers, strict=True)]
 
     def _paired(self, prompts: list[list[int]], params: Params) -> list[_Request]:
         each = self.default_params() if params is None else params
@@ -468,6 +461,16 @@ def _check_prompt(prompt: object) -> None:
     if not hasattr(prompt, "__len__") or isinstance(prompt, Mapping):
         message = f"prompts must be a text, a list of token ids, or a list of these, not {type(prompt).__name__}"
         raise InvalidRequestError(message, param="prompt")
+
+
+def _forced(request: _Request, schema: Mapping[str, Any]) -> _Request:
+    """The answer must satisfy `schema`, with one blank at most between its parts, so that it ends."""
+    assert request.params is not None, "a chat has sampling parameters"
+    if request.params.structured_outputs is not None:
+        message = "structured_outputs says what the answer is, so no tool call can be forced; leave it out or use tool_choice auto"
+        raise InvalidRequestError(message, param="tool_choice")
+    form = StructuredOutputs(json=schema, whitespace_pattern=" ?")
+    return request._replace(params=replace(request.params, structured_outputs=form))
 
 
 def _checked(outputs: list[RequestOutput]) -> list[RequestOutput]:

@@ -12,7 +12,7 @@ from call_writers import hermes, mistral_names
 from scripted import make_scripted_model, say
 
 from trivium import LLM, AsyncLLM, SamplingParams
-from trivium.errors import InvalidRequestError, UnsupportedError
+from trivium.errors import InvalidRequestError
 from trivium.text.events import CallStart, merge
 
 pytestmark = pytest.mark.faults
@@ -195,10 +195,35 @@ def test_o55_a_call_that_is_cut_off_is_length_and_not_complete(llm):
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "now"}}])
-def test_o55_a_forced_call_is_refused_where_it_cannot_be_forced(llm, choice):
-    for way in WAYS:
-        with pytest.raises(UnsupportedError, match="structured output"):
-            ask(llm, way, CHAT, tools=TOOLS, tool_choice=choice)
+def test_o55_a_forced_call_is_made_by_any_model_and_is_valid(folder, backend, choice):
+    pytest.importorskip("llguidance")
+    schema = {
+        "type": "object",
+        "properties": {"zone": {"enum": ["utc", "cet", "\u5317"]}},
+        "required": ["zone"],
+        "additionalProperties": False,
+    }
+    tools = [{"type": "function", "function": {"name": "now", "parameters": schema}}]
+    with LLM(folder, backend=backend, dtype="float32", progress=False) as model:  # it speaks for itself, and nonsense
+        for params in (PARAMS, dataclasses.replace(PARAMS, temperature=2, seed=3), dataclasses.replace(PARAMS, stop=["ZZZZZZ"])):
+            outs = [ask(model, way, CHAT, params, tools=tools, tool_choice=choice, open=True) for way in WAYS]
+            for out in outs:
+                [(name, arguments)] = calls_of(out)
+                assert name == "now" and arguments["zone"] in schema["properties"]["zone"]["enum"] and len(arguments) == 1
+                assert (out.finish_reason, out.content, out.reasoning) == ("tool_calls", "", None)
+                assert out.text == outs[0].text
+        for way in WAYS:
+            out = ask(model, way, CHAT, dataclasses.replace(PARAMS, max_tokens=3), tools=tools, tool_choice=choice)
+            assert out.finish_reason == "length" and not any(call.complete for call in out.tool_calls)
+            with pytest.raises(InvalidRequestError, match="no tool call can be forced"):
+                ask(
+                    model,
+                    way,
+                    CHAT,
+                    dataclasses.replace(PARAMS, structured_outputs={"regex": "a"}),
+                    tools=tools,
+                    tool_choice=choice,
+                )
 
 
 def test_reasoning_that_the_template_opened_is_reasoning_from_the_first_token(llm):
