@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, cast
 from tqdm import tqdm
 
 from trivium.engine import AsyncEngine, Engine, EngineConfig, PoolingParams, RequestOutput
-from trivium.engine.adapters import adapters_of
+from trivium.engine.adapters import enabled
 from trivium.engine.loader import LoadOptions, load
 from trivium.engine.speculation import Drafter, ModelDrafter, Speculative
 from trivium.errors import BackendError, InvalidRequestError, UnsupportedError
@@ -253,7 +253,7 @@ class LLM(_Opened):
     def load_adapter(self, name: str, path: str | os.PathLike[str]) -> None:
         """Makes a LoRA adapter, a folder as PEFT saves it, known as `name`, while others run. Raises InvalidRequestError,
         CheckpointError or UnsupportedError; then nothing has changed."""
-        adapter = adapters_of(self.loaded).read(path)
+        adapter = enabled(self.loaded.lora).read(path)
         with self._lock:
             self._check_open()
             self.engine.load_adapter(name, adapter)
@@ -391,7 +391,7 @@ class AsyncLLM(_Opened):
 
     async def load_adapter(self, name: str, path: str | os.PathLike[str]) -> None:
         """As LLM.load_adapter."""
-        adapter = await asyncio.to_thread(adapters_of(self.loaded).read, path)
+        adapter = await asyncio.to_thread(enabled(self.loaded.lora).read, path)
         await self.async_engine.call(lambda engine: engine.load_adapter(name, adapter))
 
     async def unload_adapter(self, name: str) -> None:

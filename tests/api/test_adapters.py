@@ -12,7 +12,7 @@ import pytest
 from fake_plugins import install
 from model_cases import load_oracle, oracle_logits
 from peft_adapters import EVERY, FUSED, make_adapter, make_merged
-from tiny_checkpoints import FAMILIES, make_checkpoint
+from tiny_checkpoints import FAMILIES, make_checkpoint, make_weights, tiny_config, write_safetensors
 
 from trivium import LLM, AsyncLLM, PoolingParams, SamplingParams
 from trivium.errors import InvalidRequestError, UnsupportedError
@@ -243,3 +243,53 @@ def test_a_backend_that_can_t_change_weights_is_refused_by_name(private, home, m
     with pytest.raises(UnsupportedError, match="backend private can't change a weight") as refusal:
         opened(home, "private", **private)
     assert refusal.value.param == "enable_lora"
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_checkpoint_of_interleaved_heads_takes_the_same_adapters(backend, home, tmp_path, alone):
+    """As GGUF files of llamas have them: rows of q_proj and k_proj so that pairs which are rotated together are neighbours."""
+    weights = make_weights(tiny_config("llama"))
+    for name, weight in weights.items():
+        if name.endswith(("q_proj.weight", "k_proj.weight")):
+            order = [head * 16 + half * 8 + i for head in range(len(weight) // 16) for i in range(8) for half in (0, 1)]
+            weights[name] = weight[order]
+    make_checkpoint(tmp_path / "model", "llama", rope_interleaved=True)
+    write_safetensors(tmp_path / "model" / "model.safetensors", weights, {"format": "pt"})
+    with LLM(tmp_path / "model", backend, **LOAD) as llm:
+        assert [ids(llm, p) for p in PROMPTS] == [alone[backend][None, i] for i in range(4)]
+        for name in NAMES:
+            llm.load_adapter(name, home / name)
+            assert [ids(llm, p, name) for p in PROMPTS] == [alone[backend][name, i] for i in range(4)]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_drafts_are_checked_with_the_adapter(backend, home):
+    prompt, params = [5, 6, 7, 8] * 6, SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+    with opened(home, backend) as llm:
+        want = [llm.generate([prompt], params, adapter=n)[0].outputs[0].token_ids for n in (None, *NAMES)]
+    with opened(home, backend, speculative={"method": "ngram"}) as llm:
+        assert [llm.generate([prompt], params, adapter=n)[0].outputs[0].token_ids for n in (None, *NAMES)] == want
+
+
+def test_a_fault_while_an_adapter_is_put_in_place_hits_its_requests_only(home, alone, monkeypatch):
+    with opened(home, "reference", max_loras=1) as llm:
+        assert ids(llm, PROMPTS[1], "one") == alone["reference"]["one", 1]
+        assign, calls = llm.loaded.session.assign, []
+
+        def failing(tensor, index, array):
+            calls.append(index)
+            if len(calls) in (5, 9):
+                raise RuntimeError("the device is busy")
+            assign(tensor, index, array)
+
+        monkeypatch.setattr(llm.loaded.session, "assign", failing)
+        engine = llm.engine
+        numbers = [engine.add_request(PROMPTS[1], GREEDY, adapter=n) for n in (None, "two", None)]
+        finished = {}
+        while engine.has_unfinished():
+            finished |= {out.request_id: out for out in engine.step() if out.finished}
+            engine.check()
+        assert [finished[n].error is None for n in numbers] == [True, False, True]
+        assert "the device is busy" in str(finished[numbers[1]].error)
+        for name in ("two", "one"):  # half written, the slot is nobody's
+            assert ids(llm, PROMPTS[1], name) == alone["reference"][name, 1]

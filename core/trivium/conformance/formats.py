@@ -7,10 +7,11 @@ from collections.abc import Iterator
 import numpy as np
 
 from trivium.conformance.examples import Example, make_example
-from trivium.conformance.lab import Lab
+from trivium.conformance.lab import Lab, as_weight
 from trivium.conformance.numbers import Array, expect_close, expect_relative, round_to, tolerance
 from trivium.conformance.operators import SEED
 from trivium.conformance.report import Check, Mismatch, Verdict
+from trivium.errors import UnsupportedError
 from trivium.ops import OPERATORS, Case, Weight
 from trivium.plugin import WeightFormat
 from trivium.weights.formats import FORMATS, make_weight, stored_bytes
@@ -30,6 +31,24 @@ def checks(lab: Lab) -> Iterator[Check]:
         for storage in sources(resident):
             name = f"{resident.name} from {storage}"
             yield Check("formats", name, lambda r=resident, s=storage: judge_format(lab, r, s))  # type: ignore[misc]
+    yield Check("formats", "assign", lambda: judge_assign(lab))
+
+
+def judge_assign(lab: Lab) -> Verdict:
+    """Overwrites entries of a weight with three dimensions; the others must stay."""
+    rng = np.random.default_rng(SEED)
+    want, other = (rng.standard_normal((3, 5, 40), dtype=np.float32) for _ in range(2))
+    with lab.session() as session:
+        tensor = session.load(as_weight("slots", want), "float32")
+        try:
+            for index in (1, 0, 1):
+                session.assign(tensor, index, other[index])
+        except UnsupportedError as e:
+            return Verdict(f"{e}; adapters are refused", "skipped")
+        got = np.asarray(session.read_weight(tensor))
+    want[:2] = other[:2]
+    expect_relative("two of three entries overwritten", got, want, 0.0)
+    return Verdict("entries of a loaded weight are overwritten, others stay")
 
 
 def sources(resident: WeightFormat) -> list[str]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from os import PathLike
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -26,8 +26,8 @@ from trivium.weights.safetensors import SafetensorsFile, parse_json
 
 MAX_CONFIG = 1 << 20
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-_TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 _FLOATS = ("float32", "float16", "bfloat16")
+_NOTHING = np.zeros((0, 1), np.float32)
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",), "bias": ("none",), "modules_to_save": (None, []), "use_dora": (False,), "lora_bias": (False,),
     "use_qalora": (False,), "fan_in_fan_out": (False,), "rank_pattern": ({}, None), "alpha_pattern": ({}, None),
@@ -124,17 +124,17 @@ class Adapters:
             raise InvalidRequestError(f"an adapter is a folder on this machine, which {path!r:.200} is not", param="path")
         config = _read_config(folder / "adapter_config.json")
         r, scale = self._scale(config, folder)
-        pairs = self._pairs(SafetensorsFile(_regular(folder / "adapter_model.safetensors")), r)
-        _check_modules(config.get("target_modules"), pairs, folder)
+        file = SafetensorsFile(_regular(folder / "adapter_model.safetensors"))
+        self._check_tensors(file, r)
+        _check_modules(config.get("target_modules"), file)
         parts: dict[Target, tuple[F32, F32]] = {}
         digest = blake2b(digest_size=32)
-        for target in (placed.target for placed in self._placed):
-            if target.module in pairs:
-                a, b = pairs[target.module]
-                first, stop = target.rows or (0, len(b))
+        for target, _, _ in self._placed:
+            if _tensor(target, "A") in file.tensors:
+                a, b = (file.weight(_tensor(target, part), target.module).decode() for part in "AB")
                 with np.errstate(over="ignore"):
-                    b = b[first:stop] * np.float32(scale)
-                parts[target] = a, np.ascontiguousarray(self._in_order(target, b).T)
+                    b = self._in_order(target, b[slice(*(target.rows or (None,)))] * np.float32(scale))
+                parts[target] = np.array(a), np.ascontiguousarray(b.T)
                 if not all(np.isfinite(x).all() for x in parts[target]):
                     raise CheckpointError(f"{folder}: {target.module} has numbers that are not finite")
                 digest.update(target.a.name.encode() + b"".join(x.tobytes() for x in parts[target]))
@@ -142,7 +142,7 @@ class Adapters:
 
     def _scale(self, config: Mapping[str, Any], folder: Path) -> tuple[int, float]:
         r, alpha, root = cast(tuple[Any, Any, Any], (config.get("r"), config.get("lora_alpha"), config.get("use_rslora", False)))
-        counts = type(r) is int and r > 0 and type(alpha) in (int, float) and math.isfinite(alpha)
+        counts = type(r) is int and r > 0 and type(alpha) in (int, float) and abs(alpha) < 1e9
         if not counts or type(root) is not bool:
             message = f"{folder}: r {r!r}, lora_alpha {alpha!r} and use_rslora {root!r} must be a count, a number and true or false"
             raise CheckpointError(message)
@@ -151,30 +151,23 @@ class Adapters:
             raise InvalidRequestError(message, param="max_lora_rank")
         return r, alpha / (math.sqrt(r) if root else r)
 
-    def _pairs(self, file: SafetensorsFile, r: int) -> dict[str, tuple[F32, F32]]:
-        """A float32[r, in] and B float32[out, r] by module, of the shapes that the model wants."""
-        sizes = {target.module: int(target.a.shape[-1]) for target, _, _ in self._placed}
-        outs: dict[str, int] = {}
+    def _check_tensors(self, file: SafetensorsFile, r: int) -> None:
+        """Refuses a file that is not made of A float32[r, in] and B float32[out, r] of modules that the model has."""
+        shapes: dict[str, tuple[int, int]] = {}
         for target, _, _ in self._placed:
-            outs[target.module] = outs.get(target.module, 0) + int(target.b.shape[-1])
-        found: dict[str, set[str]] = {}
+            a, b = _tensor(target, "A"), _tensor(target, "B")
+            shapes[a], shapes[b] = (r, int(target.a.shape[-1])), (shapes.get(b, (0, r))[0] + int(target.b.shape[-1]), r)
         for name, info in file.tensors.items():
-            match = _TENSOR.fullmatch(name)
-            if match is None or match[1] not in sizes:
-                kinds = ", ".join(sorted({module.rpartition(".")[2] for module in sizes}))
+            if name not in shapes:
+                kinds = ", ".join(sorted({target.module.rpartition(".")[2] for target, _, _ in self._placed}))
                 raise UnsupportedError(f"{file.path}: {name!r:.200} is for no layer of this model; {kinds} can have adapters")
-            module, part = match.groups()
-            want = (r, sizes[module]) if part == "A" else (outs[module], r)
-            if info.shape != want or info.format not in _FLOATS:
-                raise CheckpointError(f"{file.path}: {name} is {info.format}{list(info.shape)}, not {list(want)} floats")
-            found.setdefault(module, set()).add(part)
-        if lone := sorted(module for module, parts in found.items() if len(parts) < 2) or ([] if found else ["every module"]):
-            raise CheckpointError(f"{file.path}: {lone[0]} lacks lora_A or lora_B; both are needed")
-
-        def decoded(module: str, part: str) -> F32:
-            return file.weight(f"base_model.model.{module}.lora_{part}.weight", module).decode().copy()
-
-        return {module: (decoded(module, "A"), decoded(module, "B")) for module in found}
+            if info.shape != shapes[name] or info.format not in _FLOATS:
+                raise CheckpointError(f"{file.path}: {name} is {info.format}{list(info.shape)}, not {list(shapes[name])} floats")
+            stem, part = name.removesuffix(".weight")[:-1], name.removesuffix(".weight")[-1]
+            if f"{stem}{'B' if part == 'A' else 'A'}.weight" not in file.tensors:
+                raise CheckpointError(f"{file.path}: {name} stands alone; lora_A and lora_B are both needed")
+        if not file.tensors:
+            raise CheckpointError(f"{file.path} has no tensors")
 
     def _in_order(self, target: Target, b: F32) -> F32:
         """B's rows in the order of the checkpoint's: in an interleaved one, pairs that are rotated together lie side by side."""
@@ -184,26 +177,22 @@ class Adapters:
 
     def _write(self, adapter: Adapter, slot: int) -> None:
         for target, *tensors in self._placed:
-            arrays = adapter.parts.get(target, (None, None))
-            for value, tensor, array in zip((target.a, target.b), tensors, arrays):
+            for value, tensor, array in zip((target.a, target.b), tensors, adapter.parts.get(target, (_NOTHING, _NOTHING))):
                 whole = np.zeros(tuple(map(int, value.shape[1:])), np.float32)
-                if array is not None:
-                    whole[: len(array)] = array
+                whole[: len(array)] = array
                 self._session.assign(tensor, slot, whole)
 
 
-class HasAdapters(Protocol):
-    """A model, as adapters_of() sees it."""
-
-    @property
-    def lora(self) -> Adapters | None: ...
-
-
-def adapters_of(model: HasAdapters) -> Adapters:
-    """The model's adapters; UnsupportedError if it was loaded without."""
-    if model.lora is None:
+def enabled(lora: Adapters | None) -> Adapters:
+    """A model's adapters; UnsupportedError if it was loaded without."""
+    if lora is None:
         raise UnsupportedError("this model was loaded without adapters; load it with enable_lora=True", param="enable_lora")
-    return model.lora
+    return lora
+
+
+def _tensor(target: Target, part: str) -> str:
+    """PEFT's name of a target's A or B."""
+    return f"base_model.model.{target.module}.lora_{part}.weight"
 
 
 def _regular(path: Path) -> Path:
@@ -224,8 +213,8 @@ def _read_config(path: Path) -> Mapping[str, Any]:
     return config
 
 
-def _check_modules(names: Any, pairs: Mapping[str, Any], folder: Path) -> None:
+def _check_modules(names: Any, file: SafetensorsFile) -> None:
     """Every module that the configuration lists must be there (a single string is a pattern, which says nothing)."""
     for name in names if isinstance(names, list) else ():
-        if not any(f".{module}".endswith(f".{name}") for module in pairs):
-            raise CheckpointError(f"{folder}: target_modules lists {name!r:.80}, of which the file has no lora_A and lora_B")
+        if not any(tensor.endswith(f".{name}.lora_A.weight") for tensor in file.tensors):
+            raise CheckpointError(f"{file.path}: target_modules lists {name!r:.80}, which has no lora_A and lora_B in it")

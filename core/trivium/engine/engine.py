@@ -18,7 +18,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trivium.engine.adapters import Adapter, adapters_of
+from trivium.engine.adapters import Adapter, enabled
 from trivium.engine.config import EngineConfig
 from trivium.engine.executor import Model
 from trivium.engine.intake import Intake
@@ -130,13 +130,13 @@ class Engine:
     def load_adapter(self, name: str, adapter: Adapter | str | PathLike[str]) -> None:
         """Makes an adapter (a PEFT folder, or what Adapters.read() made of one) known as `name`; raises what read() and add()
         raise, and then nothing has changed."""
-        known = adapters_of(self.model)
+        known = enabled(self.model.lora)
         known.add(name, adapter if isinstance(adapter, Adapter) else known.read(adapter))
 
     def unload_adapter(self, name: str) -> None:
         """Forgets an adapter: no request can name it any more, and those that have it end with it. InvalidRequestError if there is
         none of that name."""
-        adapters_of(self.model).remove(name, {seq.adapter for seq in self._completions})
+        enabled(self.model.lora).remove(name, {seq.adapter for seq in self._completions})
 
     def has_unfinished(self) -> bool:
         """Whether step() has anything to do."""

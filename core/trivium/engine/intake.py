@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from trivium.engine.adapters import Adapter, adapters_of
+from trivium.engine.adapters import Adapter, enabled
 from trivium.engine.beams import Beam, Beams
 from trivium.engine.config import EngineConfig
 from trivium.engine.executor import Model
@@ -68,7 +68,7 @@ class Intake:
         return self._build(number, ids, params, max_tokens, priority, salt, pool, score_from, self._adapter(adapter))
 
     def _adapter(self, name: str | None) -> Adapter | None:
-        return None if name is None else adapters_of(self.model).get(name)
+        return None if name is None else enabled(self.model.lora).get(name)
 
     def _pool(self, pooling: PoolingParams, params: SamplingParams | None, tokens: int) -> Pool:
         if params is not None:
