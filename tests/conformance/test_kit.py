@@ -181,9 +181,9 @@ def test_a_sampler_with_other_ids_or_without_logprobs_is_found():
         return right._replace(ids=np.where(inputs.temperature > 0, (right.ids + 1) % vocab_size, right.ids).astype(np.int32))
 
     bad = failed(judge(Backend([kernel("sample", other)]), "sampler", only="vector"))
-    assert 8 <= len(bad) < 16  # greedy vectors are still right
+    assert 8 <= len(bad) < 22  # greedy vectors are still right
     silent = lambda logits, inputs, vocab_size: Sampled(OPERATORS["sample"](logits, inputs, vocab_size=vocab_size).ids)
-    assert failed(judge(Backend([kernel("sample", silent)]), "sampler")) == {"vector 7", "vector 15"}
+    assert failed(judge(Backend([kernel("sample", silent)]), "sampler")) == {"vector 10", "vector 21"}
 
 
 def test_results_that_depend_on_the_neighbours_or_on_chance_are_found():
