@@ -54,3 +54,12 @@ def test_speculation_is_measured_with_equal_ids():
 def test_the_cost_of_grammars_is_printed_as_json():
     figures = json.loads(run("grammar_masks.py", "--json", "--tokens", "5", "--repeat", "1"))
     assert figures["vocabulary"] == 49152 and all(f["token_us"] > 0 for f in figures["trivium"].values() if isinstance(f, dict))
+
+
+@pytest.mark.weights
+@pytest.mark.slow
+def test_what_the_kv_tiers_gain_is_printed_as_json():
+    figures = json.loads(run("kv_tiers.py", "--rounds", "1"))
+    assert set(figures["tiers"]) == {"recomputed", "host", "disk"}
+    assert figures["tiers"]["recomputed"]["restored_tokens"] == 0 < figures["tiers"]["host"]["restored_tokens"]
+    assert figures["speedup"]["host"] > 1 and figures["speedup"]["disk"] > 1

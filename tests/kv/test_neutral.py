@@ -94,7 +94,7 @@ def test_a_description_says_everything_the_bytes_mean() -> None:
     }  # fmt: skip
     assert layout.shapes(0, 7) == {f"{s}.{i}": (7, 2, 8) for s in (0, 1) for i in (0, 1)}
     assert layout.shapes(1, 7) == {"2.0": (7, 4), "2.1": (7, 2)} and layout.shapes(2, 7) == {"3.0": (3, 5)}
-    assert [layout.dtype(g) for g in range(3)] == ["bfloat16", "bfloat16", "float32"]
+    assert [neutral.stored_dtype(layout.spec, g) for g in range(3)] == ["bfloat16", "bfloat16", "float32"]
     assert json.loads(json.dumps(layout.describe(2))) == layout.describe(2)
 
 
@@ -110,7 +110,7 @@ def test_layouts_that_differ_in_anything_have_other_digests() -> None:
 
 
 def test_an_unknown_kv_dtype_is_stored_as_float32() -> None:
-    assert Layout("m", "p", KVSpec(4, "int8", (Group(PagedKV(1, 1), (0,)),))).dtype(0) == "float32"
+    assert neutral.stored_dtype(KVSpec(4, "int8", (Group(PagedKV(1, 1), (0,)),)), 0) == "float32"
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])

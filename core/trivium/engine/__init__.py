@@ -6,11 +6,12 @@ from trivium.engine.async_engine import AsyncEngine
 from trivium.engine.config import EngineConfig
 from trivium.engine.engine import Engine
 from trivium.engine.executor import Model
+from trivium.engine.migration import RequestState
 from trivium.engine.outputs import CompletionOutput, Logprob, Metrics, RequestOutput, TokenLogprobs
 from trivium.engine.pooling import PoolingParams
 from trivium.engine.runner import Stats
 
 __all__ = [
     "AsyncEngine", "CompletionOutput", "Engine", "EngineConfig", "Logprob", "Metrics", "Model", "PoolingParams", "RequestOutput",
-    "Stats", "TokenLogprobs",
+    "RequestState", "Stats", "TokenLogprobs",
 ]  # fmt: skip

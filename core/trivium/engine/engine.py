@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,6 +23,7 @@ from trivium.engine.adapters import Adapter, enabled
 from trivium.engine.config import EngineConfig
 from trivium.engine.executor import Model
 from trivium.engine.intake import Intake
+from trivium.engine.migration import RequestState, export_state, import_state
 from trivium.engine.outputs import Logprob, RequestOutput, TokenLogprobs
 from trivium.engine.pooling import PoolingParams
 from trivium.engine.request import Completion, Request
@@ -113,12 +115,40 @@ class Engine:
         request.stream, request.client_id = stream, client_id
         if reader is not None:
             request.read_with(reader)
+        self.stats.prompt_tokens += len(request.prompt_ids)
+        return self._take(request)
+
+    def export_request(self, request_id: int, *, copy: bool = False, pages: bool = True) -> RequestState:
+        """Takes a request out, to be continued by import_request() of this or another engine: nothing more is heard of it here.
+        copy: it also stays. pages: with what has been computed of it; else it is computed again. InvalidRequestError: it is not
+        under way; UnsupportedError: a beam search or an embedding, which stay."""
+        request = self._requests.get(request_id)
+        if request is None:
+            raise InvalidRequestError(f"request {request_id} is not under way", param="request_id")
+        stale = not pages or (self._flight is not None and bool(self.kv.recurrent))  # the step under way changes their states
+        state = export_state(request, self.model.layout, self.kv, None if stale else self.model.session, self._clock())
+        if not copy:
+            for completion in [c for c in request.completions if c.seq in self._completions]:
+                completion.finish_reason = "moved"
+                self._retire(completion)
+            del self._requests[request_id]
+        return state
+
+    def import_request(self, state: RequestState, *, reader: Reader | None = None) -> int:
+        """Goes on with a request that export_request() took out, and returns its id here. reader: as it had. Raises PageFormatError
+        if the state makes no sense or belongs to another model, else what add_request() raises; then nothing has changed."""
+        build = partial(self.intake.request, self._count + 1)
+        return self._take(import_state(state, build, self.model, self.tokenizer.token_text, reader, self._clock()))
+
+    def _take(self, request: Request) -> int:
         self._count = request.id
         self._requests[request.id] = request
-        self._completions.update((c.seq, c) for c in request.completions)
-        self.stats.prompt_tokens += len(request.prompt_ids)
-        self.scheduler.add(request.completions[0].seq)
-        self.kv.prefetch(request.completions[0].seq, request.completions[0].seq.reusable)
+        alive = [c for c in request.completions if c.finish_reason is None]
+        self._completions.update((c.seq, c) for c in alive)
+        for completion in alive:
+            if completion in request.completions[: request.started]:
+                self.scheduler.add(completion.seq)
+                self.kv.prefetch(completion.seq, completion.seq.reusable)
         return request.id
 
     def prepare(self, params: SamplingParams | None) -> None:

@@ -49,10 +49,10 @@ class Intake:
 
     def request(
         self, number: int, prompt_ids: Sequence[int], params: SamplingParams | None, priority: int, salt: str,
-        pooling: PoolingParams | None, score_from: int, adapter: str | None,
+        pooling: PoolingParams | None, score_from: int, adapter: str | None, seed: int | None = None,
     ) -> Request:  # fmt: skip
-        """The request `number`, which nobody knows yet. Raises InvalidRequestError, ContextLengthError, CapacityError or
-        UnsupportedError."""
+        """The request `number`, which nobody knows yet. seed: where the parameters have none. Raises InvalidRequestError,
+        ContextLengthError, CapacityError or UnsupportedError."""
         for name, value, kind in (("priority", priority, int), ("cache_salt", salt, str)):
             if type(value) is not kind:
                 raise InvalidRequestError(f"{name} must be of type {kind.__name__}, not {value!r:.80}", param=name)
@@ -65,7 +65,9 @@ class Intake:
         capabilities = self.model.capabilities
         params.of_each_beam().check_supported(capabilities.sampling, self.model.backend.name, capabilities.unsupported)
         max_tokens = self._check_length(len(ids), params.max_tokens)
-        return self._build(number, ids, params, max_tokens, priority, salt, pool, score_from, self._adapter(adapter))
+        request = self._build(number, ids, params, max_tokens, priority, salt, pool, score_from, self._adapter(adapter), seed)
+        request.salt, request.adapter = salt, adapter
+        return request
 
     def _adapter(self, name: str | None) -> Adapter | None:
         return None if name is None else enabled(self.model.lora).get(name)
@@ -108,14 +110,16 @@ class Intake:
 
     def _build(
         self, number: int, ids: list[int], params: SamplingParams, max_tokens: int, priority: int, salt: str, pool: Pool | None,
-        score_from: int, adapter: Adapter | None,
+        score_from: int, adapter: Adapter | None, seed: int | None,
     ) -> Request:  # fmt: skip
         owner = "" if self._config.enable_prefix_caching else str(number)
         request = Request(number, ids, params, max_tokens, self._end_ids(params), Clock(self._clock()), pool=pool)
         scored = params.prompt_logprobs is not None
         request.prompt_logprobs.extend([None] * score_from)
         root = root_key(self.model.fingerprint, adapter.fingerprint if adapter else "", salt, owner)
-        seed = fresh_seed() if self._config.seed is None else derive_seed(self._config.seed % 2**64, number)
+        if seed is None:
+            seed = fresh_seed() if self._config.seed is None else derive_seed(self._config.seed % 2**64, number)
+        request.seed = seed
         search = BeamSearch(params, request.end_ids, max_tokens) if params.beam_width else None
         asked = params.of_each_beam(search.candidates) if search else params
         bad_words = bad_word_ids(params.bad_words, lambda text: self._tokenizer.encode(text, add_special_tokens=False))

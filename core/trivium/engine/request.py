@@ -68,7 +68,7 @@ class Completion:
         """No token will follow those that grow() has taken."""
         self._text = text
         self._logprob_sum = 0.0
-        self._last_token: float | None = None
+        self.last_token: float | None = None
         self._sent = (0, 0)
         self._parser: OutputParser | None = None
 
@@ -108,8 +108,8 @@ class Completion:
             self._logprob_sum += logprobs[token].logprob
             if self.logprobs is not None:
                 self.logprobs.append(logprobs)
-        self.request.clock.token(now, self._last_token)
-        self._last_token = now
+        self.request.clock.token(now, self.last_token)
+        self.last_token = now
         watch = len(self.token_ids) > params.min_tokens
         ends = self._is_end(token, len(self.token_ids))
         if not ends or params.include_stop_str_in_output:
@@ -176,6 +176,9 @@ class Request:
     clock: Clock
     stream: bool = False
     client_id: str | None = None
+    salt: str = ""
+    adapter: str | None = None
+    seed: int = 0
     completions: list[Completion] = field(default_factory=list)
     started: int = 1
     live: int = 0

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from trivium.kv.neutral import Array, decode
+from trivium.kv.neutral import Array, decode, encode, stored_dtype
 from trivium.kv.pool import BlockPool, Key, Origin
 from trivium.kv.tiers import Mover, Parcel, Tiers
 from trivium.ops import KVSpec, Pages
@@ -174,7 +174,7 @@ class KVCache:
                 tier, page = self.tiers.where(key), self.tiers.fetch(key, self._origin(stream, block))
                 if page is None or tier is None:
                     return False
-                hit.content[g, block] = tier, self.tiers.dtype(g), page.arrays
+                hit.content[g, block] = tier, stored_dtype(self.spec, g), page.arrays
         return True
 
     def _longest(self, stream: Stream, limit: int, there: Callable[[Key], bool]) -> int:
@@ -225,6 +225,20 @@ class KVCache:
             whole = stream.parcel is None or stream.parcel.parts[g][0] <= block * self.page_size
             if g in self.paged and whole and (block + 1) * self.page_size <= hit.tokens and not self.recurrent:
                 self._publish(stream, block, g)
+
+    def pack(self, mover: Mover, stream: Stream) -> Parcel | None:
+        """What has been computed of a stream, to be continued elsewhere; None: nothing."""
+        if stream.parcel is not None or stream.row < 0 or not stream.computed:
+            return stream.parcel
+        parts = []
+        for g, group in enumerate(self.spec.groups):
+            first = stream.first[self.paged.index(g)] if group.spec.paged else 0
+            columns = slice(first, self.blocks(stream.computed) if group.spec.paged else 1)
+            tensors = [t for layer in mover.export_pages(g, self._tables[g, stream.row, columns].tolist()).tensors for t in layer]
+            count, dtype = stream.computed - first * self.page_size, stored_dtype(self.spec, g)
+            tokens = [t.reshape(-1, *t.shape[2:])[:count] if group.spec.paged else t[0] for t in tensors]
+            parts.append((first * self.page_size, tuple((dtype, np.array(encode(t, dtype))) for t in tokens)))
+        return Parcel(stream.computed, tuple(parts))
 
     def fork(self, parent: Stream, child: Stream) -> None:
         """Gives the child, which begins with the tokens that the parent has computed, a row and all the parent's pages."""

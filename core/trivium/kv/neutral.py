@@ -110,6 +110,11 @@ def _rope(inv_freq: Array, *, interleaved: bool, scale: float) -> str:
     return f"rope of {len(inv_freq)} {'interleaved' if interleaved else 'split'} pairs, scale {scale!r}, inv_freq blake2b {digest}"
 
 
+def stored_dtype(spec: KVSpec, group: int) -> str:
+    """The dtype in which the arrays of a group are stored."""
+    return spec.dtype if spec.groups[group].spec.paged and spec.dtype in _TYPES else "float32"
+
+
 class Layout(NamedTuple):
     """What the pages of one engine mean. fingerprint: of the model. producer: whatever else the numbers depend on (backend, its
     version, resident formats). rotations: see rotations(); empty where the model does not say."""
@@ -118,11 +123,6 @@ class Layout(NamedTuple):
     producer: str
     spec: KVSpec
     rotations: tuple[str, ...] = ()
-
-    def dtype(self, group: int) -> str:
-        """The stored dtype of a group's arrays."""
-        paged = self.spec.groups[group].spec.paged
-        return self.spec.dtype if paged and self.spec.dtype in _TYPES else "float32"
 
     def meaning(self, group: int) -> dict[str, Any]:
         """What must agree for the numbers of a group to mean the same; as read back from JSON."""

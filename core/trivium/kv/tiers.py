@@ -21,12 +21,16 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from trivium.errors import InvalidRequestError, PageFormatError
-from trivium.kv.neutral import Array, Layout, decode, encode, pack, unpack
+from trivium.kv.neutral import Array, Layout, decode, encode, pack, stored_dtype, unpack
 from trivium.kv.pool import Evicted, Key, Origin
 from trivium.ops import Pages
 
 MAX_IN_FLIGHT = 256 << 20
 """Bytes that may wait to be written, and bytes that may be read ahead. What is beyond is not written, or read when needed."""
+EXPORTED = 64
+"""Pages that leave the pool at a time: they pass through float32."""
+MAX_FILE = 1 << 30
+"""Bytes of a file that are read: more is no page."""
 STALE_SECONDS = 3600
 """Age from which a half-written file is taken for that of a process that died."""
 _NAME = re.compile(r"[0-9a-f]{16}-[0-9a-f]{64}-\d+\.kvpage(\.[0-9a-f]{16}\.tmp)?")
@@ -126,7 +130,7 @@ class Disk:
         log("a page on disk is passed over, and what it holds computed again (told once): %s", reason)
 
     def _write(self, key: Key, page: Page, size: int) -> None:
-        name, dtype = self._name(key), self._layout.dtype(key[1])
+        name, dtype = self._name(key), stored_dtype(self._layout.spec, key[1])
         temporary = self._folder / f"{name}.{os.urandom(8).hex()}.tmp"
         root, previous, tokens = page.origin
         meta = {"layout": self._layout.describe(key[1]), "root": root.hex(), "previous": previous.hex()}
@@ -152,13 +156,14 @@ class Disk:
             return queued
         path, began = self._folder / self._name(key), time.perf_counter()
         try:
-            data = path.read_bytes()
+            with path.open("rb") as file:
+                data = file.read(MAX_FILE)
             page = self._parse(data, key[1])
             os.utime(path)
         except FileNotFoundError:
             self.forget(key)  # another process made room
             return None
-        except (OSError, PageFormatError) as e:
+        except (OSError, PageFormatError, MemoryError) as e:
             self.forget(key, f"{path}: {e}")
             return None
         self.rate.add(len(data), time.perf_counter() - began)
@@ -169,7 +174,8 @@ class Disk:
         layout, shapes = self._layout, self._layout.shapes(group, self._layout.spec.page_size)
         tokens = arrays.pop("tokens", ("", np.zeros(0)))[1].tobytes()
         have = {name: (dtype, array.shape) for name, (dtype, array) in arrays.items()}
-        if meta.get("layout") != layout.describe(group) or have != {n: (layout.dtype(group), s) for n, s in shapes.items()}:
+        want = {name: (stored_dtype(layout.spec, group), shape) for name, shape in shapes.items()}
+        if meta.get("layout") != layout.describe(group) or have != want:
             raise PageFormatError("the page belongs to another model or layout")
         try:
             origin = Origin(bytes.fromhex(meta["root"]), bytes.fromhex(meta["previous"]), tokens)
@@ -208,7 +214,7 @@ class Tiers:
         self._free = host_bytes
         self._sizes = []
         for g in range(len(layout.spec.groups)):
-            width = 2 if layout.dtype(g) in ("float16", "bfloat16") else 4
+            width = 2 if stored_dtype(layout.spec, g) in ("float16", "bfloat16") else 4
             self._sizes.append(sum(width * int(np.prod(s)) for s in layout.shapes(g, layout.spec.page_size).values()))
         self.importing, self.prefill = Rate(2e9), Rate(1000.0)
         self._faults = 0
@@ -217,10 +223,6 @@ class Tiers:
     def faults(self) -> int:
         """Pages that could not be moved, or were not what they should be."""
         return self._faults + (self._disk.faults if self._disk else 0)
-
-    def dtype(self, group: int) -> str:
-        """The stored dtype of a group's arrays."""
-        return self._layout.dtype(group)
 
     def where(self, key: Key) -> str | None:
         """ "host", "disk", or None: it is nowhere."""
@@ -266,15 +268,19 @@ class Tiers:
 
     def save(self, mover: Mover, evicted: list[Evicted], *, now: bool = False) -> None:
         """Takes in pages that the pool has given away. To be called before anything is written into them."""
-        new = [e for e in evicted if self.where(e.key) is None]
-        for g in sorted({e.key[1] for e in new}):
-            mine = [e for e in new if e.key[1] == g]
+        groups: dict[int, dict[Key, Evicted]] = {}
+        for e in evicted:
+            if self.where(e.key) is None:
+                groups.setdefault(e.key[1], {})[e.key] = e
+        parts = [[*found.values()][at : at + EXPORTED] for found in groups.values() for at in range(0, len(found), EXPORTED)]
+        for mine in parts:
+            g = mine[0].key[1]
             try:
                 tensors = mover.export_pages(g, [e.page for e in mine]).tensors
             except Exception as fault:
                 self._fault(fault, len(mine))
                 continue
-            dtype = self._layout.dtype(g)
+            dtype = stored_dtype(self._layout.spec, g)
             for i, e in enumerate(mine):
                 arrays = tuple(np.array(encode(t[i], dtype)) for layer in tensors for t in layer)
                 self._put(e.key, Page(e.origin, arrays), now)
