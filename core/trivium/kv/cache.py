@@ -161,7 +161,7 @@ class KVCache:
         """Has read ahead what a stream that just came in will want from disk."""
         if self.tiers is not None:
             hit = self._hit(stream, self._longest(stream, limit, self._held_somewhere))
-            self.tiers.prefetch((stream.keys[b], g) for g, b in hit.restore)
+            self.tiers.prefetch(((stream.keys[b], g), self._origin(stream, b)) for g, b in hit.restore)
 
     def collect(self, stream: Stream, hit: Hit) -> bool:
         """Reads what a hit wants restored; False: some of it can't be had, so match() will say something else now."""

@@ -16,7 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -80,6 +80,7 @@ class Disk:
         self._names: set[str] = set()
         self._queued: dict[Key, Page] = {}
         self._waiting = self._used = self.faults = 0
+        self._closed = False
         self.rate = Rate(300e6)
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -92,34 +93,27 @@ class Disk:
     def holds(self, key: Key) -> bool:
         return key in self._queued or self._name(key) in self._names
 
-    def write(self, key: Key, page: Page, *, now: bool = False) -> None:
-        """Writes behind the caller's back, or drops the page if too much waits already. `now`: on this thread, after close()."""
+    def write(self, key: Key, page: Page) -> None:
+        """Writes behind the caller's back, or drops the page if too much waits already; after close(), on this thread."""
         size = sum(array.nbytes for array in page.arrays)
-        if self.holds(key) or size > self._capacity or (not now and self._waiting + size > MAX_IN_FLIGHT):
+        if self.holds(key) or size > self._capacity or (not self._closed and self._waiting + size > MAX_IN_FLIGHT):
             return
         self._queued[key] = page
         self._waiting += size
-        if now:
+        if self._closed:
             self._write(key, page, size)
         else:
             self._writer.submit(self._write, key, page, size)
 
-    def read(self, key: Key) -> Future[Page | None]:
-        """Starts to read a page; None if it can't be had."""
-        return self._reader.submit(self._read, key)
-
-    def forget(self, key: Key, reason: object = None) -> None:
-        """The page is not to be offered again; with a reason, its file was at fault and goes too."""
-        self._names.discard(self._name(key))
-        if reason is not None:
-            self._fault(reason)
-            with suppress(OSError):
-                (self._folder / self._name(key)).unlink(missing_ok=True)
+    def read(self, key: Key, origin: Origin) -> Future[Page | None]:
+        """Starts to read a page; None if it can't be had, and it is not offered again then."""
+        return self._reader.submit(self._read, key, origin)
 
     def close(self) -> None:
-        """Waits for what is to be written."""
+        """Waits for what is to be written; nothing can be read any more."""
         self._writer.shutdown()
         self._reader.shutdown(cancel_futures=True)
+        self._closed = True
 
     def _name(self, key: Key) -> str:
         return f"{self._prefix}{key[0].hex()}-{key[1]}.kvpage"
@@ -129,14 +123,16 @@ class Disk:
         log = _log.warning if self.faults == 1 else _log.debug
         log("a page on disk is passed over, and what it holds computed again (told once): %s", reason)
 
+    def _said(self, group: int, origin: Origin) -> dict[str, Any]:
+        return {"layout": self._layout.describe(group), "root": origin.root.hex(), "previous": origin.previous.hex()}
+
     def _write(self, key: Key, page: Page, size: int) -> None:
-        name, dtype = self._name(key), stored_dtype(self._layout.spec, key[1])
+        name, group, dtype = self._name(key), key[1], stored_dtype(self._layout.spec, key[1])
         temporary = self._folder / f"{name}.{os.urandom(8).hex()}.tmp"
-        root, previous, tokens = page.origin
-        meta = {"layout": self._layout.describe(key[1]), "root": root.hex(), "previous": previous.hex()}
-        arrays = dict(zip(self._layout.shapes(key[1], 1), page.arrays))
+        arrays = {part: (dtype, array) for part, array in zip(self._layout.shapes(group, 1), page.arrays)}
+        arrays["tokens"] = "int32", np.frombuffer(page.origin.tokens, np.int32)
         try:
-            data = pack(meta, {"tokens": ("int32", np.frombuffer(tokens, np.int32)), **{n: (dtype, a) for n, a in arrays.items()}})
+            data = pack(self._said(group, page.origin), arrays)
             if self._used + len(data) > self._capacity:
                 self._look(len(data))
             temporary.write_bytes(data)
@@ -151,36 +147,36 @@ class Disk:
             del self._queued[key]
             self._waiting -= size
 
-    def _read(self, key: Key) -> Page | None:
-        if (queued := self._queued.get(key)) is not None:
+    def _read(self, key: Key, origin: Origin) -> Page | None:
+        if (queued := self._queued.get(key)) is not None and queued.origin == origin:
             return queued
         path, began = self._folder / self._name(key), time.perf_counter()
         try:
             with path.open("rb") as file:
                 data = file.read(MAX_FILE)
-            page = self._parse(data, key[1])
+            page = self._parse(data, key[1], origin)
             os.utime(path)
-        except FileNotFoundError:
-            self.forget(key)  # another process made room
-            return None
         except (OSError, PageFormatError, MemoryError) as e:
-            self.forget(key, f"{path}: {e}")
+            self._names.discard(path.name)
+            if not isinstance(e, FileNotFoundError):  # which is another process that made room
+                self._fault(f"{path}: {e}")
+                with suppress(OSError):
+                    path.unlink(missing_ok=True)
             return None
         self.rate.add(len(data), time.perf_counter() - began)
         return page
 
-    def _parse(self, data: bytes, group: int) -> Page:
-        meta, arrays = unpack(data)
-        layout, shapes = self._layout, self._layout.shapes(group, self._layout.spec.page_size)
+    def _parse(self, data: bytes, group: int, origin: Origin) -> Page:
+        (meta, arrays), shapes = unpack(data), self._layout.shapes(group, self._layout.spec.page_size)
         tokens = arrays.pop("tokens", ("", np.zeros(0)))[1].tobytes()
-        have = {name: (dtype, array.shape) for name, (dtype, array) in arrays.items()}
-        want = {name: (stored_dtype(layout.spec, group), shape) for name, shape in shapes.items()}
-        if meta.get("layout") != layout.describe(group) or have != want:
-            raise PageFormatError("the page belongs to another model or layout")
-        try:
-            origin = Origin(bytes.fromhex(meta["root"]), bytes.fromhex(meta["previous"]), tokens)
-        except (KeyError, TypeError, ValueError):
-            raise PageFormatError("the page does not say what it was computed from") from None
+        want = {name: (stored_dtype(self._layout.spec, group), shape) for name, shape in shapes.items()}
+        said = {name: meta.get(name) for name in self._said(group, origin)}
+        if (
+            said != self._said(group, origin)
+            or tokens != origin.tokens
+            or want != {n: (d, a.shape) for n, (d, a) in arrays.items()}
+        ):
+            raise PageFormatError("it belongs to another model, layout or text than its name says")
         return Page(origin, tuple(arrays[name][1] for name in shapes))
 
     def _look(self, room: int) -> None:
@@ -237,36 +233,24 @@ class Tiers:
                 seconds += self._disk.rate.seconds(self._sizes[key[1]])
         return seconds < self.prefill.seconds(tokens)
 
-    def prefetch(self, keys: Iterable[Key]) -> None:
+    def prefetch(self, pages: Iterable[tuple[Key, Origin]]) -> None:
         """Starts to read ahead what is only on disk."""
-        for key in keys:
+        for key, origin in pages:
             if self._disk is not None and key not in self._reads and self.where(key) == "disk":
-                self._reads[key] = self._disk.read(key)
+                self._reads[key] = self._disk.read(key, origin)
                 if len(self._reads) * max(self._sizes) > MAX_IN_FLIGHT:
                     self._reads.popitem(last=False)
 
     def fetch(self, key: Key, origin: Origin) -> Page | None:
         """A page, verified; waits for the disk if need be. None: it can't be had, and is not offered again."""
-        page = self._host.get(key)
-        if page is not None:
-            self._host.move_to_end(key)
-        elif self._disk is not None:
-            page = (self._reads.pop(key, None) or self._disk.read(key)).result()
-        if page is None or page.origin == origin:
-            return page
-        self.forget([key], "its tokens are not those of its name")
-        return None
+        if (page := self._host.pop(key, None)) is not None:
+            if page.origin == origin:
+                self._host[key] = page  # as the last to go
+                return page
+            self._free += self._sizes[key[1]]
+        return (self._reads.pop(key, None) or self._disk.read(key, origin)).result() if self._disk is not None else None
 
-    def forget(self, keys: Iterable[Key], reason: object) -> None:
-        """These pages turned out to be of no use."""
-        for key in keys:
-            if self._host.pop(key, None) is not None:
-                self._free += self._sizes[key[1]]
-                self._faults += 1
-            if self._disk is not None and self._disk.holds(key):
-                self._disk.forget(key, reason)
-
-    def save(self, mover: Mover, evicted: list[Evicted], *, now: bool = False) -> None:
+    def save(self, mover: Mover, evicted: list[Evicted]) -> None:
         """Takes in pages that the pool has given away. To be called before anything is written into them."""
         groups: dict[int, dict[Key, Evicted]] = {}
         for e in evicted:
@@ -283,25 +267,25 @@ class Tiers:
             dtype = stored_dtype(self._layout.spec, g)
             for i, e in enumerate(mine):
                 arrays = tuple(np.array(encode(t[i], dtype)) for layer in tensors for t in layer)
-                self._put(e.key, Page(e.origin, arrays), now)
+                self._put(e.key, Page(e.origin, arrays))
 
     def close(self, mover: Mover, published: list[Evicted]) -> None:
         """Puts what fits on disk there, what was used last being kept, and ends."""
         if self._disk is not None:
             self._disk.close()
             for key, page in self._host.items():
-                self._disk.write(key, page, now=True)
+                self._disk.write(key, page)
             self._free = 0
-            self.save(mover, published, now=True)
+            self.save(mover, published)
 
-    def _put(self, key: Key, page: Page, now: bool) -> None:
+    def _put(self, key: Key, page: Page) -> None:
         self._host[key] = page
         self._free -= self._sizes[key[1]]
         while self._free < 0 and self._host:
             old, gone = self._host.popitem(last=False)
             self._free += self._sizes[old[1]]
             if self._disk is not None:
-                self._disk.write(old, gone, now=now)
+                self._disk.write(old, gone)
 
     def _fault(self, reason: object, pages: int) -> None:
         log = _log.warning if not self._faults else _log.debug
