@@ -57,7 +57,8 @@ def export_state(request: Request, layout: Layout, kv: KVCache, session: Session
     clock, own = asdict(request.clock), request.completions[0].seq
     header = {
         "params": asdict(request.params), "max_tokens": request.max_tokens, "seed": request.seed, "priority": own.order[0],
-        "salt": request.salt, "adapter": request.adapter, "adapter_fingerprint": _adapter(own), "stream": request.stream, "client_id": request.client_id, "started": request.started,
+        "salt": request.salt, "adapter": request.adapter, "adapter_fingerprint": _adapter(own),
+        "stream": request.stream, "client_id": request.client_id, "started": request.started,
         "prompt": request.prompt_ids, "clock": {k: v if k not in _TIMES or v is None else v - now for k, v in clock.items()},
         "last_tokens": [None if c.last_token is None else c.last_token - now for c in request.completions],
         "groups": [layout.describe(g) for g in range(len(layout.spec.groups))],
