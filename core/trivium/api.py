@@ -52,34 +52,15 @@ class _Opened(ABC):
     """What LLM and AsyncLLM share: loading, tokens of prompts and chats, default parameters, the end."""
 
     def __init__(
-        self,
-        model: str | os.PathLike[str],
-        backend: str = "auto",
-        *,
-        dtype: str = "auto",
-        quantize: str | None = None,
-        kv_dtype: str = "auto",
-        block_size: int | None = None,
-        num_kv_blocks: int | None = None,
-        max_num_seqs: int = 64,
-        max_num_batched_tokens: int | None = None,
-        max_model_len: int | None = None,
-        enable_prefix_caching: bool = True,
-        strict: bool = False,
-        seed: int | None = None,
-        enable_lora: bool = False,
-        max_loras: int = 4,
-        max_lora_rank: int = 16,
-        speculative: Speculative | Mapping[str, Any] | None = None,
-        kv_host_bytes: int = 0,
-        kv_disk_path: str | os.PathLike[str] | None = None,
-        kv_disk_bytes: int = 10 << 30,
-        threads: int | None = None,
-        backend_options: Mapping[str, Any] | None = None,
-        tool_parser: str | None = "auto",
-        reasoning_parser: str | None = "auto",
+        self, model: str | os.PathLike[str], backend: str = "auto", *, dtype: str = "auto", quantize: str | None = None,
+        kv_dtype: str = "auto", block_size: int | None = None, num_kv_blocks: int | None = None, max_num_seqs: int = 64,
+        max_num_batched_tokens: int | None = None, max_model_len: int | None = None, enable_prefix_caching: bool = True,
+        strict: bool = False, seed: int | None = None, enable_lora: bool = False, max_loras: int = 4, max_lora_rank: int = 16,
+        speculative: Speculative | Mapping[str, Any] | None = None, kv_host_bytes: int = 0,
+        kv_disk_path: str | os.PathLike[str] | None = None, kv_disk_bytes: int = 10 << 30, threads: int | None = None,
+        backend_options: Mapping[str, Any] | None = None, tool_parser: str | None = "auto", reasoning_parser: str | None = "auto",
         progress: bool = True,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Loads a model; raises a TriviumError that says what was asked, what is possible and what to do.
 
         model: a folder or .gguf file, hf:ORG/NAME, modelscope:ORG/NAME, pypi:PACKAGE, or an alias. backend: "auto" or a name that
@@ -276,29 +257,17 @@ class LLM(_Opened):
         return self._complete(self._prompts(prompts, sampling_params), adapter)
 
     def chat(
-        self,
-        messages: Sequence[Message] | Sequence[Sequence[Message]],
-        sampling_params: Params = None,
-        *,
-        tools: Tools = None,
-        tool_choice: ToolChoice = None,
-        adapter: str | None = None,
-        **template: Any,
-    ) -> list[RequestOutput]:
+        self, messages: Sequence[Message] | Sequence[Sequence[Message]], sampling_params: Params = None, *, tools: Tools = None,
+        tool_choice: ToolChoice = None, adapter: str | None = None, **template: Any,
+    ) -> list[RequestOutput]:  # fmt: skip
         """As generate(), for one chat or several; the outputs have content, reasoning and tool_calls beside the text. tools,
         tool_choice: see ToolUse.of. `template`: see encode_chat. TemplateError if the model has no template."""
         return self._complete(self._chats(messages, sampling_params, tools, tool_choice, template), adapter)
 
     def stream(
-        self,
-        prompt: Prompt | Sequence[Message],
-        sampling_params: SamplingParams | None = None,
-        *,
-        tools: Tools = None,
-        tool_choice: ToolChoice = None,
-        adapter: str | None = None,
-        **template: Any,
-    ) -> Iterator[RequestOutput]:
+        self, prompt: Prompt | Sequence[Message], sampling_params: SamplingParams | None = None, *, tools: Tools = None,
+        tool_choice: ToolChoice = None, adapter: str | None = None, **template: Any,
+    ) -> Iterator[RequestOutput]:  # fmt: skip
         """One prompt or chat, token by token: each RequestOutput holds what is new (of a chat also as events); the last has
         finished=True and the metrics. Closing the iterator aborts the request."""
         number = self._add(self._request(prompt, sampling_params, tools, tool_choice, template), adapter, stream=True)
@@ -405,28 +374,16 @@ class AsyncLLM(_Opened):
         return await self._complete(self._prompts(prompts, sampling_params), adapter)
 
     async def chat(
-        self,
-        messages: Sequence[Message] | Sequence[Sequence[Message]],
-        sampling_params: Params = None,
-        *,
-        tools: Tools = None,
-        tool_choice: ToolChoice = None,
-        adapter: str | None = None,
-        **template: Any,
-    ) -> list[RequestOutput]:
+        self, messages: Sequence[Message] | Sequence[Sequence[Message]], sampling_params: Params = None, *, tools: Tools = None,
+        tool_choice: ToolChoice = None, adapter: str | None = None, **template: Any,
+    ) -> list[RequestOutput]:  # fmt: skip
         """As LLM.chat."""
         return await self._complete(self._chats(messages, sampling_params, tools, tool_choice, template), adapter)
 
     async def stream(
-        self,
-        prompt: Prompt | Sequence[Message],
-        sampling_params: SamplingParams | None = None,
-        *,
-        tools: Tools = None,
-        tool_choice: ToolChoice = None,
-        adapter: str | None = None,
-        **template: Any,
-    ) -> AsyncIterator[RequestOutput]:
+        self, prompt: Prompt | Sequence[Message], sampling_params: SamplingParams | None = None, *, tools: Tools = None,
+        tool_choice: ToolChoice = None, adapter: str | None = None, **template: Any,
+    ) -> AsyncIterator[RequestOutput]:  # fmt: skip
         """As LLM.stream; closing the iterator or cancelling its task aborts the request."""
         request = self._request(prompt, sampling_params, tools, tool_choice, template)
         news = self.async_engine.stream(request.ids, request.params, adapter=adapter, **request.options)

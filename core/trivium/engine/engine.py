@@ -50,14 +50,9 @@ class Engine:
     draft model must be given here."""
 
     def __init__(
-        self,
-        model: Model,
-        tokenizer: Tokenizer,
-        config: EngineConfig | None = None,
-        *,
-        drafter: Drafter | None = None,
+        self, model: Model, tokenizer: Tokenizer, config: EngineConfig | None = None, *, drafter: Drafter | None = None,
         clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.tokenizer = tokenizer
         self.config = config or EngineConfig()
         self.stats = Stats()
@@ -89,19 +84,10 @@ class Engine:
         self.runner.model = self.intake.model = model
 
     def add_request(
-        self,
-        prompt_ids: Sequence[int],
-        params: SamplingParams | None = None,
-        *,
-        priority: int = 0,
-        stream: bool = False,
-        client_id: str | None = None,
-        cache_salt: str = "",
-        reader: Reader | None = None,
-        pooling: PoolingParams | None = None,
-        score_from: int = 1,
-        adapter: str | None = None,
-    ) -> int:
+        self, prompt_ids: Sequence[int], params: SamplingParams | None = None, *, priority: int = 0, stream: bool = False,
+        client_id: str | None = None, cache_salt: str = "", reader: Reader | None = None, pooling: PoolingParams | None = None,
+        score_from: int = 1, adapter: str | None = None,
+    ) -> int:  # fmt: skip
         """Takes a request and returns its id; `client_id` is only echoed. Lower priority runs first. cache_salt: prefix pages are
         shared only between equal salts. reader: how to read the outputs as answers of a chat. pooling: no tokens are made (and no
         params are taken), the output has an embedding of the prompt. score_from: prompt_logprobs begin with this token of the

@@ -27,13 +27,9 @@ class Intake:
     """Checks requests and builds them. `check_fits(tokens)` raises CapacityError where a sequence could not run even alone."""
 
     def __init__(
-        self,
-        model: Model,
-        tokenizer: Tokenizer,
-        config: EngineConfig,
-        check_fits: Callable[[int], None],
+        self, model: Model, tokenizer: Tokenizer, config: EngineConfig, check_fits: Callable[[int], None],
         clock: Callable[[], float],
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.model = model
         self._tokenizer = tokenizer
         self._config = config

@@ -172,13 +172,9 @@ def plan(
 
 
 def load(
-    model: str,
-    backend: str = "auto",
-    options: LoadOptions | None = None,
-    *,
-    progress: Callable[[int, int], None] | None = None,
+    model: str, backend: str = "auto", options: LoadOptions | None = None, *, progress: Callable[[int, int], None] | None = None,
     traced: Program | None = None,
-) -> Loaded:
+) -> Loaded:  # fmt: skip
     """Loads a model. `progress(done, total)` is told bytes of weights; `traced`: as for plan(). Raises a TriviumError that says
     what to change."""
     options = options or LoadOptions()

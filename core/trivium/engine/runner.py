@@ -89,13 +89,9 @@ class Runner:
     """Runs plans. `completions`: the output that each sequence under the scheduler belongs to (the engine's own mapping)."""
 
     def __init__(
-        self,
-        model: Model,
-        scheduler: Scheduler,
-        completions: Mapping[Stream, Completion],
-        stats: Stats,
+        self, model: Model, scheduler: Scheduler, completions: Mapping[Stream, Completion], stats: Stats,
         clock: Callable[[], float],
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.model = model
         self._scheduler = scheduler
         self._completions = completions

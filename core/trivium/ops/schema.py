@@ -147,12 +147,8 @@ class Operator:
 
 
 def operator(
-    signature: str,
-    *,
-    cases: MakeCases,
-    tolerances: Mapping[str, Tolerance],
-    infer: InferResults | None = None,
-) -> Callable[[Callable[..., Any]], Operator]:
+    signature: str, *, cases: MakeCases, tolerances: Mapping[str, Tolerance], infer: InferResults | None = None,
+) -> Callable[[Callable[..., Any]], Operator]:  # fmt: skip
     """Makes an Operator of a numpy reference function; its keyword-only parameters are the operator's attributes."""
 
     def make(fn: Callable[..., Any]) -> Operator:

@@ -72,17 +72,9 @@ class SamplerState:
     """
 
     def __init__(
-        self,
-        params: SamplingParams,
-        prompt_ids: Sequence[int],
-        eos_ids: Iterable[int],
-        vocab_size: int,
-        default_seed: int,
-        *,
-        index: int = 0,
-        bad_words: Sequence[Sequence[int]] = (),
-        grammar: Grammar | None = None,
-    ) -> None:
+        self, params: SamplingParams, prompt_ids: Sequence[int], eos_ids: Iterable[int], vocab_size: int, default_seed: int, *,
+        index: int = 0, bad_words: Sequence[Sequence[int]] = (), grammar: Grammar | None = None,
+    ) -> None:  # fmt: skip
         params.validate(vocab_size=vocab_size)
         seed = default_seed if params.seed is None else params.seed
         self.params = params

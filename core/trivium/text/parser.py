@@ -37,13 +37,9 @@ class OutputParser:
     by name. `calls` is the number of complete calls so far."""
 
     def __init__(
-        self,
-        tools: ToolSyntax | None = None,
-        reasoning: ReasoningSyntax | None = None,
-        *,
-        inside: bool = False,
+        self, tools: ToolSyntax | None = None, reasoning: ReasoningSyntax | None = None, *, inside: bool = False,
         schemas: Schemas | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.calls = 0
         self._forms = {form.open: form for form in tools.forms} if tools else {}
         self._reasoning, self._schemas = reasoning, schemas or {}

@@ -110,14 +110,9 @@ class Reader:
 
     @classmethod
     def of(
-        cls,
-        tokenizer: Tokenizer,
-        prompt_ids: Sequence[int],
-        use: ToolUse,
-        source: str,
-        tool_parser: str | None,
+        cls, tokenizer: Tokenizer, prompt_ids: Sequence[int], use: ToolUse, source: str, tool_parser: str | None,
         reasoning: str | None,
-    ) -> Reader:
+    ) -> Reader:  # fmt: skip
         """For a prompt that the template in `source` made. Tool calls are looked for only where tools were offered; a forced call
         is read as bare JSON and has no reasoning before it. `tool_parser`, `reasoning`: as `syntaxes.choose`."""
         calls = TOOLS["json"] if use.forced else None

@@ -136,14 +136,9 @@ class Tokenizer:
         return self.token_bytes(token_id).decode("utf-8", "replace")
 
     def render_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        template: str | None = None,
-        **kwargs: Any,
-    ) -> str:
+        self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True, template: str | None = None, **kwargs: Any,
+    ) -> str:  # fmt: skip
         """The prompt text that the chat template makes of `messages`.
 
         `template` is Jinja source, or the name of one of the model's own templates; by default the model's, its "tool_use"
