@@ -29,7 +29,7 @@ from trivium.engine.pooling import PoolingParams
 from trivium.engine.request import Completion, Request
 from trivium.engine.runner import Flight, Landed, Runner, Stats
 from trivium.engine.speculation import Drafter, Speculative, Speculator, check_rewinds, lookup_drafter
-from trivium.errors import BackendError, InvalidRequestError, TriviumError
+from trivium.errors import BackendError, InvalidRequestError, PageFormatError, TriviumError
 from trivium.kv import Disk, Hit, KVCache, Tiers
 from trivium.ops import Sampled
 from trivium.sampling import SamplingParams
@@ -58,7 +58,9 @@ class Engine:
         self.stats = Stats()
         seqs, tokens = self.config.max_num_seqs, self.config.max_num_batched_tokens
         self.kv = KVCache(model.kv_spec, model.num_pages, min(seqs, tokens))
-        self.kv.tiers = self._open_tiers(model)
+        host, path, size = self.config.kv_host_bytes, self.config.kv_disk_path, self.config.kv_disk_bytes
+        if host or path is not None:
+            self.kv.tiers = Tiers(model.layout, host, None if path is None else Disk(Path(path), size, model.layout))
         self.scheduler = Scheduler(self.kv, seqs, tokens, 0 if model.lora is None else model.lora.slots)
         self._clock = clock
         self._count = 0
@@ -124,7 +126,12 @@ class Engine:
         """Goes on with a request that export_request() took out, and returns its id here. reader: as it had. Raises PageFormatError
         if the state makes no sense or belongs to another model, else what add_request() raises; then nothing has changed."""
         build = partial(self.intake.request, self._count + 1)
-        return self._take(import_state(state, build, self.model, self.tokenizer.token_text, reader, self._clock()))
+        try:
+            return self._take(import_state(state, build, self.model, self.tokenizer.token_text, reader, self._clock()))
+        except TriviumError:
+            raise
+        except Exception as fault:
+            raise PageFormatError(f"the state of the request makes no sense: {type(fault).__name__}: {fault}") from fault
 
     def _take(self, request: Request) -> int:
         self._count = request.id
@@ -201,12 +208,6 @@ class Engine:
         known = {c.seq for r in self._requests.values() for c in r.completions[: r.started] if not c.resting}
         assert known == {*self.scheduler.running, *self.scheduler.waiting}, "a request is lost"
         assert len(self._completions) == sum(c.finish_reason is None for r in self._requests.values() for c in r.completions)
-
-    def _open_tiers(self, model: Model) -> Tiers | None:
-        host, path = self.config.kv_host_bytes, self.config.kv_disk_path
-        if not host and path is None:
-            return None
-        return Tiers(model.layout, host, None if path is None else Disk(Path(path), self.config.kv_disk_bytes, model.layout))
 
     def _collected(self, make: Callable[[], StepPlan | None]) -> StepPlan | None:
         """A plan with what it restores read from the tiers; made again where that can't be had."""

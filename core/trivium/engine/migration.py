@@ -17,7 +17,7 @@ import numpy as np
 from trivium.engine.executor import Model
 from trivium.engine.outputs import Clock, Logprob, TokenLogprobs
 from trivium.engine.request import Completion, Request
-from trivium.errors import PageFormatError, TriviumError, UnsupportedError
+from trivium.errors import PageFormatError, UnsupportedError
 from trivium.kv import KVCache, Layout, Parcel, root_key
 from trivium.kv.neutral import Arrays, pack, unpack
 from trivium.plugin.contract import Session
@@ -57,12 +57,12 @@ def export_state(request: Request, layout: Layout, kv: KVCache, session: Session
     clock, own = asdict(request.clock), request.completions[0].seq
     header = {
         "params": asdict(request.params), "max_tokens": request.max_tokens, "seed": request.seed, "priority": own.order[0],
-        "salt": request.salt, "adapter": request.adapter, "adapter_fingerprint": _adapter(own),
+        "salt": request.salt, "adapter": request.adapter, "adapter_fingerprint": getattr(own.adapter, "fingerprint", None),
         "stream": request.stream, "client_id": request.client_id, "started": request.started,
         "prompt": request.prompt_ids, "clock": {k: v if k not in _TIMES or v is None else v - now for k, v in clock.items()},
         "last_tokens": [None if c.last_token is None else c.last_token - now for c in request.completions],
         "groups": [layout.describe(g) for g in range(len(layout.spec.groups))],
-        "pages": [None if session is None else _put_pages(arrays, c, layout, kv, session) for c in request.completions],
+        "pages": [None if session is None else _put_pages(arrays, c, kv, session) for c in request.completions],
     }  # fmt: skip
     return RequestState(header, arrays)
 
@@ -76,15 +76,12 @@ def _put_logprobs(arrays: dict[str, tuple[str, Any]], name: str, rows: Sequence[
     arrays[f"{name}.values"] = "float32", np.array([entry.logprob for _, entry in entries], np.float32)
 
 
-def _put_pages(
-    arrays: dict[str, tuple[str, Any]], completion: Completion, layout: Layout, kv: KVCache, session: Session
-) -> dict[str, Any] | None:
+def _put_pages(arrays: dict[str, tuple[str, Any]], completion: Completion, kv: KVCache, session: Session) -> dict[str, Any] | None:
     parcel = kv.pack(session, completion.seq)
     if parcel is None or completion.finish_reason is not None:
         return None
     for g, (_, parts) in enumerate(parcel.parts):
-        for name, part in zip(layout.shapes(g, 1), parts):
-            arrays[f"{completion.index}.pages.{name}"] = part
+        arrays.update({f"{completion.index}.pages.{g}.{i}": part for i, part in enumerate(parts)})
     return {"computed": parcel.computed, "first": [first for first, _ in parcel.parts]}
 
 
@@ -92,26 +89,14 @@ def import_state(
     state: RequestState, build: Callable[..., Request], model: Model, text: Callable[[int], str], reader: Reader | None, now: float
 ) -> Request:
     """The request, ready to be scheduled. `build` makes and checks a new one (Intake.request); text: of a token. Raises
-    PageFormatError for what makes no sense or belongs to another model, and whatever `build` raises."""
-    try:
-        return _import(state, build, model, text, reader, now)
-    except TriviumError:
-        raise
-    except Exception as fault:  # whatever a stranger's data trips over
-        raise PageFormatError(f"the state of the request makes no sense: {type(fault).__name__}: {fault}") from fault
-
-
-def _import(
-    state: RequestState, build: Callable[..., Request], model: Model, text: Callable[[int], str], reader: Reader | None, now: float
-) -> Request:
+    PageFormatError for what makes no sense or belongs to another model, what `build` raises, and anything that a stranger's data
+    trips over."""
     layout, vocab = model.layout, model.vocab_size
     said, arrays = state.header, state.arrays
     _expect(len(said["groups"]) == len(layout.spec.groups), "the model has other groups of layers")
     for g, group in enumerate(said["groups"]):
         mine = layout.meaning(g)
-        _expect(
-            mine == {name: group.get(name) for name in mine}, f"the pages of group {g} mean something else here: another model?"
-        )
+        _expect(mine == {name: group.get(name) for name in mine}, f"group {g} means something else here: another model?")
     params = dict(said["params"])
     if params.get("logit_bias") is not None:
         params["logit_bias"] = {int(token): bias for token, bias in params["logit_bias"].items()}
@@ -125,7 +110,8 @@ def _import(
     first, count = request.completions[0].seq, len(request.completions)
     request.prompt_logprobs[:] = rows
     first.scored = len(rows) - 1
-    _expect(said["adapter_fingerprint"] == _adapter(first), f"the adapter {said['adapter']!r} has other numbers here")
+    same = said["adapter_fingerprint"] == getattr(first.adapter, "fingerprint", None)
+    _expect(same, f"the adapter {said['adapter']!r} has other numbers here")
     known = type(said["priority"]) is int and isinstance(said["client_id"], str | None)
     _expect(known and first.scored <= first.score_end and said["started"] in (1, count), "it is not as far as it says")
     request.started, request.stream, request.client_id = said["started"], said["stream"] is True, said["client_id"]
@@ -171,28 +157,21 @@ def _parcel(seq: Stream, said: Any, arrays: Arrays, index: int, layout: Layout) 
         latest = 0 if spec.window is None else max(computed - spec.window + 1, 0)
         _expect(type(first) is int and 0 <= first <= latest, f"group {g} lacks tokens that will be read")
         found = []
-        for name, shape in layout.shapes(g, computed - first).items():
-            dtype, array = arrays[f"{index}.pages.{name}"]
-            _expect(array.shape == shape and dtype != "int32", f"the array {name} has another shape or type")
+        for i, shape in enumerate(layout.shapes(g, computed - first).values()):
+            dtype, array = arrays[f"{index}.pages.{g}.{i}"]
+            _expect(array.shape == shape and dtype != "int32", f"a page of group {g} has another shape or type")
             found.append((dtype, array))
         parts.append((first, tuple(found)))
     _expect(len(parts) == len(layout.spec.groups), "pages of some groups are missing")
     return Parcel(computed, tuple(parts))
 
 
-def _adapter(seq: Stream) -> str | None:
-    return None if seq.adapter is None else seq.adapter.fingerprint
-
-
 def _clock(name: str, value: Any, now: float) -> Any:
     if name in _TIMES:
         return None if value is None and name != "arrival" else _number(value) + now
-    if name == "_waiting_since":
-        return {}
     if name == "restored_tokens":
-        host, disk = map(int, value)
-        return host, disk
-    return type(getattr(Clock(0.0), name))(_number(value))
+        return int(value[0]), int(value[1])
+    return {} if name == "_waiting_since" else type(getattr(Clock(0.0), name))(_number(value))
 
 
 def _number(value: Any) -> float:
