@@ -22,17 +22,10 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "LLM": "trivium.api",
-    "AsyncLLM": "trivium.api",
-    "SamplingParams": "trivium.sampling",
-    "StructuredOutputs": "trivium.sampling",
-    "RequestOutput": "trivium.engine",
-    "CompletionOutput": "trivium.engine",
-    "Metrics": "trivium.engine",
-    "PoolingParams": "trivium.engine",
-    "ToolCall": "trivium.text",
-    "errors": "trivium.errors",
-}
+    "LLM": "trivium.api", "AsyncLLM": "trivium.api", "SamplingParams": "trivium.sampling", "StructuredOutputs": "trivium.sampling",
+    "RequestOutput": "trivium.engine", "CompletionOutput": "trivium.engine", "Metrics": "trivium.engine",
+    "PoolingParams": "trivium.engine", "ToolCall": "trivium.text", "errors": "trivium.errors",
+}  # fmt: skip
 __all__ = [
     "LLM", "AsyncLLM", "CompletionOutput", "Metrics", "PoolingParams", "RequestOutput", "SamplingParams", "StructuredOutputs",
     "ToolCall", "__version__", "errors",

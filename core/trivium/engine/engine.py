@@ -127,21 +127,18 @@ class Engine:
         if the state makes no sense or belongs to another model, else what add_request() raises; then nothing has changed."""
         build = partial(self.intake.request, self._count + 1)
         try:
-            return self._take(import_state(state, build, self.model, self.tokenizer.token_text, reader, self._clock()))
-        except TriviumError:
-            raise
+            return self._take(import_state(state, build, self.model, self.tokenizer, reader, self._clock()))
         except Exception as fault:
-            raise PageFormatError(f"the state of the request makes no sense: {type(fault).__name__}: {fault}") from fault
+            message = f"the state of the request makes no sense: {type(fault).__name__}: {fault}"
+            raise fault if isinstance(fault, TriviumError) else PageFormatError(message) from fault
 
     def _take(self, request: Request) -> int:
         self._count = request.id
         self._requests[request.id] = request
-        alive = [c for c in request.completions if c.finish_reason is None]
-        self._completions.update((c.seq, c) for c in alive)
-        for completion in alive:
-            if completion in request.completions[: request.started]:
-                self.scheduler.add(completion.seq)
-                self.kv.prefetch(completion.seq, completion.seq.reusable)
+        self._completions.update((c.seq, c) for c in request.completions if c.finish_reason is None)
+        for seq in [c.seq for c in request.completions[: request.started] if c.finish_reason is None]:
+            self.scheduler.add(seq)
+            self.kv.prefetch(seq, seq.reusable)
         return request.id
 
     def prepare(self, params: SamplingParams | None) -> None:
@@ -302,7 +299,7 @@ class Engine:
             tokens = sum(entry.tokens for entry in flight.plan.entries)
             if tokens >= PREFILL_SHARE * len(flight.plan.entries):
                 self.kv.tiers.prefill.add(tokens, now - flight.began)
-            self.stats.tier_faults = self.kv.tiers.faults
+            self.stats.tier_faults = self.kv.tiers.faults.count
 
     def _commit_entry(self, completion: Completion, entry: Entry, row: RowMap, landed: Landed, at: int, began: float) -> None:
         seq, request = entry.seq, completion.request

@@ -23,6 +23,7 @@ from trivium.kv.neutral import Arrays, pack, unpack
 from trivium.plugin.contract import Session
 from trivium.sampling import SamplingParams, check_ids, fresh_seed
 from trivium.sched import Sequence as Stream
+from trivium.text import Tokenizer
 from trivium.text.reader import Reader
 
 _TIMES = ("arrival", "first_scheduled", "prefill_done", "first_token", "last_token")
@@ -86,9 +87,9 @@ def _put_pages(arrays: dict[str, tuple[str, Any]], completion: Completion, kv: K
 
 
 def import_state(
-    state: RequestState, build: Callable[..., Request], model: Model, text: Callable[[int], str], reader: Reader | None, now: float
+    state: RequestState, build: Callable[..., Request], model: Model, tokenizer: Tokenizer, reader: Reader | None, now: float
 ) -> Request:
-    """The request, ready to be scheduled. `build` makes and checks a new one (Intake.request); text: of a token. Raises
+    """The request, ready to be scheduled. `build` makes and checks a new one (Intake.request). Raises
     PageFormatError for what makes no sense or belongs to another model, what `build` raises, and anything that a stranger's data
     trips over."""
     layout, vocab = model.layout, model.vocab_size
@@ -100,7 +101,7 @@ def import_state(
     params = dict(said["params"])
     if params.get("logit_bias") is not None:
         params["logit_bias"] = {int(token): bias for token, bias in params["logit_bias"].items()}
-    rows = list(_logprobs(arrays, "prompt", vocab, text))
+    rows = list(_logprobs(arrays, "prompt", vocab, tokenizer))
     request = build(
         said["prompt"], SamplingParams(**{**params, "max_tokens": said["max_tokens"]}), said["priority"], said["salt"],
         None, rows.count(None), said["adapter"], said["seed"],
@@ -112,12 +113,12 @@ def import_state(
     first.scored = len(rows) - 1
     same = said["adapter_fingerprint"] == getattr(first.adapter, "fingerprint", None)
     _expect(same, f"the adapter {said['adapter']!r} has other numbers here")
-    known = type(said["priority"]) is int and isinstance(said["client_id"], str | None)
-    _expect(known and first.scored <= first.score_end and said["started"] in (1, count), "it is not as far as it says")
+    _expect(first.scored <= first.score_end and said["started"] in (1, count), "it is not as far as it says")
+    _expect(isinstance(said["client_id"], str | None), "client_id must be a text or None")
     request.started, request.stream, request.client_id = said["started"], said["stream"] is True, said["client_id"]
     first.fork_at = first.fork_at if request.started < count else 0
     for completion, last, pages in zip(request.completions, said["last_tokens"], said["pages"], strict=True):
-        _replay(request, completion, arrays, vocab, text)
+        _replay(request, completion, arrays, vocab, tokenizer)
         completion.last_token = None if last is None else _number(last) + now
         if pages is not None and completion.finish_reason is None:
             completion.seq.root = root_key(layout.fingerprint, "", request.salt, str(fresh_seed()))  # nobody else is to find them
@@ -127,9 +128,9 @@ def import_state(
     return request
 
 
-def _replay(request: Request, completion: Completion, arrays: Arrays, vocab: int, text: Callable[[int], str]) -> None:
+def _replay(request: Request, completion: Completion, arrays: Arrays, vocab: int, tokenizer: Tokenizer) -> None:
     tokens = arrays[f"{completion.index}.tokens"][1].tolist()
-    rows = list(_logprobs(arrays, str(completion.index), vocab, text)) or [None] * len(tokens)
+    rows = list(_logprobs(arrays, str(completion.index), vocab, tokenizer)) or [None] * len(tokens)
     check_ids("the output so far", tokens, vocab)
     for token, row in zip(tokens, rows, strict=True):
         _expect(completion.finish_reason is None and (row is not None) == (completion.logprobs is not None), "it has ended before")
@@ -140,10 +141,10 @@ def _replay(request: Request, completion: Completion, arrays: Arrays, vocab: int
         completion.output()  # the client has all of this
 
 
-def _logprobs(arrays: Arrays, name: str, vocab: int, text: Callable[[int], str]) -> Iterator[TokenLogprobs | None]:
+def _logprobs(arrays: Arrays, name: str, vocab: int, tokenizer: Tokenizer) -> Iterator[TokenLogprobs | None]:
     counts, ids, ranks, values = (arrays[f"{name}.{part}"][1].tolist() for part in ("counts", "ids", "ranks", "values"))
     check_ids("logprobs", ids, vocab)
-    entries = zip(ids, map(Logprob, values, ranks, map(text, ids)), strict=True)
+    entries = zip(ids, map(Logprob, values, ranks, map(tokenizer.token_text, ids), map(tokenizer.token_bytes, ids)), strict=True)
     _expect(min(counts, default=0) >= 0 and sum(counts) == len(ids), "its logprobs don't add up")
     for count in counts:
         yield dict(next(entries) for _ in range(count)) if count else None

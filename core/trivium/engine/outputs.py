@@ -151,21 +151,14 @@ class Clock:
     def metrics(self, now: float) -> Metrics:
         """The figures of a request that ends now."""
         return Metrics(
-            queue_time=_span(self.arrival, self.first_scheduled),
-            prefill_time=_span(self.first_scheduled, self.prefill_done),
-            decode_time=_span(self.first_token, self.last_token),
-            time_to_first_token=_span(self.arrival, self.first_token),
+            queue_time=_span(self.arrival, self.first_scheduled), prefill_time=_span(self.first_scheduled, self.prefill_done),
+            decode_time=_span(self.first_token, self.last_token), time_to_first_token=_span(self.arrival, self.first_token),
             mean_itl=self.gap_time / self.gaps if self.gaps else None,
-            time_per_output_token=self.gap_time / self.later_tokens if self.later_tokens else None,
-            e2e_time=now - self.arrival,
-            preempted_time=self.preempted_time,
-            num_cached_tokens=self.cached_tokens,
-            num_preemptions=self.preemptions,
-            num_draft_tokens=self.drafted,
-            num_accepted_tokens=self.accepted,
-            num_restored_host_tokens=self.restored_tokens[0],
+            time_per_output_token=self.gap_time / self.later_tokens if self.later_tokens else None, e2e_time=now - self.arrival,
+            preempted_time=self.preempted_time, num_cached_tokens=self.cached_tokens, num_preemptions=self.preemptions,
+            num_draft_tokens=self.drafted, num_accepted_tokens=self.accepted, num_restored_host_tokens=self.restored_tokens[0],
             num_restored_disk_tokens=self.restored_tokens[1],
-        )
+        )  # fmt: skip
 
 
 def _span(start: float | None, end: float | None) -> float | None:

@@ -143,15 +143,11 @@ class Completion:
         if self.request.stream:
             self._sent = (len(self.token_ids), len(self._text.parts))
         return CompletionOutput(
-            index=self.index,
-            text=text,
-            token_ids=self.token_ids[tokens:],
-            finish_reason="tool_calls" if self._called() else self.finish_reason,
-            stop_reason=self.stop_reason,
+            index=self.index, text=text, token_ids=self.token_ids[tokens:],
+            finish_reason="tool_calls" if self._called() else self.finish_reason, stop_reason=self.stop_reason,
             logprobs=None if self.logprobs is None else self.logprobs[tokens:],
-            cumulative_logprob=None if self.logprobs is None and self.request.beams is None else self._logprob_sum,
-            events=events,
-        )
+            cumulative_logprob=None if self.logprobs is None and self.request.beams is None else self._logprob_sum, events=events,
+        )  # fmt: skip
 
     def _read(self, text: str) -> list[Event] | None:
         """What `text`, which is new, says."""
@@ -200,16 +196,13 @@ class Request:
         """News for the client: the outputs that moved, or all of them if it doesn't stream."""
         finished = self.finished
         return RequestOutput(
-            request_id=self.id,
-            prompt_token_ids=self.prompt_ids,
-            outputs=[c.output() for c in moved] if self.stream else self._outputs(),
-            finished=finished,
+            request_id=self.id, prompt_token_ids=self.prompt_ids,
+            outputs=[c.output() for c in moved] if self.stream else self._outputs(), finished=finished,
             metrics=self.clock.metrics(now) if finished else None,
             prompt_logprobs=None if self.params.prompt_logprobs is None else self.prompt_logprobs,
-            embedding=self.pool.result() if self.pool is not None and finished else None,
-            error=self.error,
+            embedding=self.pool.result() if self.pool is not None and finished else None, error=self.error,
             client_id=self.client_id,
-        )
+        )  # fmt: skip
 
     def _outputs(self) -> list[CompletionOutput]:
         if not self.params.ranked:

@@ -51,6 +51,17 @@ class Page(NamedTuple):
     arrays: tuple[Array, ...]
 
 
+class Faults:
+    """Pages that could not be moved, or were not what they should be."""
+
+    count = 0
+
+    def add(self, reason: object, pages: int = 1) -> None:
+        log = _log.debug if self.count else _log.warning
+        self.count += pages
+        log("pages of the KV cache are passed over, what they hold is computed again (told once): %s", reason)
+
+
 class Rate:
     """Units a second, a moving average over what was measured last; before that, `prior`."""
 
@@ -79,7 +90,8 @@ class Disk:
         self._prefix = f"{layout.digest}-"
         self._names: set[str] = set()
         self._queued: dict[Key, Page] = {}
-        self._waiting = self._used = self.faults = 0
+        self._waiting = self._used = 0
+        self.faults = Faults()
         self._closed = False
         self.rate = Rate(300e6)
         try:
@@ -118,11 +130,6 @@ class Disk:
     def _name(self, key: Key) -> str:
         return f"{self._prefix}{key[0].hex()}-{key[1]}.kvpage"
 
-    def _fault(self, reason: object) -> None:
-        self.faults += 1
-        log = _log.warning if self.faults == 1 else _log.debug
-        log("a page on disk is passed over, and what it holds computed again (told once): %s", reason)
-
     def _said(self, group: int, origin: Origin) -> dict[str, Any]:
         return {"layout": self._layout.describe(group), "root": origin.root.hex(), "previous": origin.previous.hex()}
 
@@ -140,7 +147,7 @@ class Disk:
             self._names.add(name)
             self._used += len(data)
         except OSError as e:
-            self._fault(e)
+            self.faults.add(e)
             with suppress(OSError):
                 temporary.unlink(missing_ok=True)
         finally:
@@ -159,7 +166,7 @@ class Disk:
         except (OSError, PageFormatError, MemoryError) as e:
             self._names.discard(path.name)
             if not isinstance(e, FileNotFoundError):  # which is another process that made room
-                self._fault(f"{path}: {e}")
+                self.faults.add(f"{path}: {e}")
                 with suppress(OSError):
                     path.unlink(missing_ok=True)
             return None
@@ -213,12 +220,7 @@ class Tiers:
             width = 2 if stored_dtype(layout.spec, g) in ("float16", "bfloat16") else 4
             self._sizes.append(sum(width * int(np.prod(s)) for s in layout.shapes(g, layout.spec.page_size).values()))
         self.importing, self.prefill = Rate(2e9), Rate(1000.0)
-        self._faults = 0
-
-    @property
-    def faults(self) -> int:
-        """Pages that could not be moved, or were not what they should be."""
-        return self._faults + (self._disk.faults if self._disk else 0)
+        self.faults = Faults() if disk is None else disk.faults
 
     def where(self, key: Key) -> str | None:
         """ "host", "disk", or None: it is nowhere."""
@@ -262,7 +264,7 @@ class Tiers:
             try:
                 tensors = mover.export_pages(g, [e.page for e in mine]).tensors
             except Exception as fault:
-                self._fault(fault, len(mine))
+                self.faults.add(fault, len(mine))
                 continue
             dtype = stored_dtype(self._layout.spec, g)
             for i, e in enumerate(mine):
@@ -286,11 +288,6 @@ class Tiers:
             self._free += self._sizes[old[1]]
             if self._disk is not None:
                 self._disk.write(old, gone)
-
-    def _fault(self, reason: object, pages: int) -> None:
-        log = _log.warning if not self._faults else _log.debug
-        self._faults += pages
-        log("%d pages could not be kept for later (told once): %s", pages, reason)
 
 
 @dataclass(frozen=True)

@@ -24,13 +24,10 @@ class Family(NamedTuple):
 ARCHITECTURES: Mapping[str, Family] = {
     "LlamaForCausalLM": Family(llama.build_llama, llama.DEFAULTS),
     "MistralForCausalLM": Family(llama.build_mistral, llama.MISTRAL_DEFAULTS),
-    "Qwen2ForCausalLM": Family(qwen2.build, qwen2.DEFAULTS),
-    "Qwen3ForCausalLM": Family(qwen3.build, qwen3.DEFAULTS),
-    "Gemma2ForCausalLM": Family(gemma2.build, gemma2.DEFAULTS),
-    "Gemma3ForCausalLM": Family(gemma3.build, gemma3.DEFAULTS),
-    "Gemma3ForConditionalGeneration": Family(gemma3.build, gemma3.DEFAULTS),
-    "Phi3ForCausalLM": Family(phi3.build, phi3.DEFAULTS),
-}
+    "Qwen2ForCausalLM": Family(qwen2.build, qwen2.DEFAULTS), "Qwen3ForCausalLM": Family(qwen3.build, qwen3.DEFAULTS),
+    "Gemma2ForCausalLM": Family(gemma2.build, gemma2.DEFAULTS), "Gemma3ForCausalLM": Family(gemma3.build, gemma3.DEFAULTS),
+    "Gemma3ForConditionalGeneration": Family(gemma3.build, gemma3.DEFAULTS), "Phi3ForCausalLM": Family(phi3.build, phi3.DEFAULTS),
+}  # fmt: skip
 
 
 def describe(config: RawConfig) -> ModelInfo:

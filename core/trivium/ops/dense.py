@@ -144,16 +144,10 @@ def _gelu_tanh(x: Array) -> Array:
 
 
 ACTIVATIONS: Mapping[str, Callable[[Array], Array]] = {
-    "silu": lambda x: x * _sigmoid(x),
-    "gelu": _gelu,
-    "gelu_tanh": _gelu_tanh,
-    "relu": lambda x: np.maximum(x, 0),
-    "relu2": lambda x: np.square(np.maximum(x, 0)),
-    "quick_gelu": lambda x: x * _sigmoid(np.float32(1.702) * x),
-    "sigmoid": _sigmoid,
-    "tanh": np.tanh,
-    "softplus": lambda x: np.logaddexp(x, np.float32(0)),
-}
+    "silu": lambda x: x * _sigmoid(x), "gelu": _gelu, "gelu_tanh": _gelu_tanh, "relu": lambda x: np.maximum(x, 0),
+    "relu2": lambda x: np.square(np.maximum(x, 0)), "quick_gelu": lambda x: x * _sigmoid(np.float32(1.702) * x),
+    "sigmoid": _sigmoid, "tanh": np.tanh, "softplus": lambda x: np.logaddexp(x, np.float32(0)),
+}  # fmt: skip
 """The kinds of activation."""
 
 

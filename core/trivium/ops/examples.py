@@ -45,13 +45,9 @@ def sequences(queries: Sequence[int], contexts: Sequence[int]) -> Sequences:
 
 
 STEPS = (
-    sequences([1], [1]),
-    sequences([5], [5]),
-    sequences([1, 1, 1], [7, 33, 16]),
-    sequences([3, 1, 9], [10, 17, 9]),
-    sequences([1] * 8, [2, 3, 5, 8, 13, 21, 34, 55]),
-    sequences([17, 1], [40, 4]),
-)
+    sequences([1], [1]), sequences([5], [5]), sequences([1, 1, 1], [7, 33, 16]), sequences([3, 1, 9], [10, 17, 9]),
+    sequences([1] * 8, [2, 3, 5, 8, 13, 21, 34, 55]), sequences([17, 1], [40, 4]),
+)  # fmt: skip
 """Prefill, decode, chunks that continue a context, and mixtures of them."""
 
 

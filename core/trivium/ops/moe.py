@@ -51,11 +51,9 @@ def _in_best_groups(choice: Array, scoring: str, groups: int, top_groups: int) -
 
 
 @operator(
-    "logits[tokens, experts], bias[experts]:weight? -> weights[tokens, top_k], ids[tokens, top_k]:int32",
-    cases=_route_cases,
-    tolerances=tolerances(),
-    infer=_infer_route,
-)
+    "logits[tokens, experts], bias[experts]:weight? -> weights[tokens, top_k], ids[tokens, top_k]:int32", cases=_route_cases,
+    tolerances=tolerances(), infer=_infer_route,
+)  # fmt: skip
 def moe_route(
     logits: Array, bias: Array | None = None, *, top_k: int, scoring: str = "softmax", normalize: bool = True, scale: float = 1.0,
     groups: int = 1, top_groups: int = 1,

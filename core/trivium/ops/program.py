@@ -14,14 +14,10 @@ from trivium.ops.state import StateSpec
 
 # The inputs every Program may name; they are the fields of Batch. Symbols: tokens and seqs of the step, rows sampled, rows pooled.
 INPUTS: Mapping[str, tuple[Shape, str]] = {
-    "token_ids": (("tokens",), "int32"),
-    "positions": (("tokens",), "int32"),
-    "query_starts": (("seqs+1",), "int32"),
-    "context_lens": (("seqs",), "int32"),
-    "sample_rows": (("rows",), "int32"),
-    "pool_rows": (("pooled",), "int32"),
+    "token_ids": (("tokens",), "int32"), "positions": (("tokens",), "int32"), "query_starts": (("seqs+1",), "int32"),
+    "context_lens": (("seqs",), "int32"), "sample_rows": (("rows",), "int32"), "pool_rows": (("pooled",), "int32"),
     "adapters": (("tokens",), "int32"),
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)

@@ -124,12 +124,10 @@ class ReferenceBackend(Backend):
 
     def capabilities(self, device: Device) -> Capabilities:
         return Capabilities(
-            dtypes=("float32",),
-            weight_formats=(WeightFormat("float32", 32.0, frozenset({"float32", "float16", "bfloat16"})),),
-            kv_dtypes=("float32",),
-            page_sizes=(16, *(n for n in range(1, 257) if n != 16)),
+            dtypes=("float32",), weight_formats=(WeightFormat("float32", 32.0, frozenset({"float32", "float16", "bfloat16"})),),
+            kv_dtypes=("float32",), page_sizes=(16, *(n for n in range(1, 257) if n != 16)),
             unsupported={"bfloat16": "the reference computes in float32", "float16": "the reference computes in float32"},
-        )
+        )  # fmt: skip
 
     def kernels(self, device: Device) -> Sequence[Kernel]:
         return [Kernel(name, _runner(name), f"numpy {name}") for name in OPERATORS]

@@ -8,14 +8,6 @@ from trivium.sampling.state import SamplerState, build_inputs, fresh_seed
 from trivium.sampling.structured import StructuredOutputs
 
 __all__ = [
-    "BACKEND_PARAMS",
-    "BeamSearch",
-    "Hypothesis",
-    "SamplerState",
-    "SamplingParams",
-    "StructuredOutputs",
-    "bad_word_ids",
-    "build_inputs",
-    "check_ids",
-    "fresh_seed",
-]
+    "BACKEND_PARAMS", "BeamSearch", "Hypothesis", "SamplerState", "SamplingParams", "StructuredOutputs", "bad_word_ids",
+    "build_inputs", "check_ids", "fresh_seed",
+]  # fmt: skip

@@ -31,28 +31,16 @@ class _Range(NamedTuple):
 
 _POWERS: Mapping[float, str] = {_LARGEST: "2**31 - 1", -(2**63): "-2**63", 2**64 - 1: "2**64 - 1"}
 _RANGES: Mapping[str, _Range] = {
-    "n": _Range(int, 1, 128),
-    "presence_penalty": _Range(float, -2, 2),
-    "frequency_penalty": _Range(float, -2, 2),
-    "repetition_penalty": _Range(float, 0, 100, open_low=True),
-    "temperature": _Range(float, 0, 100),
-    "top_p": _Range(float, 0, 1, open_low=True),
-    "top_k": _Range(int, -1, math.inf),
-    "min_p": _Range(float, 0, 1),
-    "typical_p": _Range(float, 0, 1, open_low=True),
-    "top_n_sigma": _Range(float, -1, 1000),
-    "xtc_probability": _Range(float, 0, 1),
-    "xtc_threshold": _Range(float, 0, 1),
-    "best_of": _Range(int, 1, 128, optional=True),
-    "truncate_prompt_tokens": _Range(int, -1, _LARGEST, optional=True),
-    "seed": _Range(int, -(2**63), 2**64 - 1, optional=True),
-    "max_tokens": _Range(int, 0, _LARGEST, optional=True),
-    "min_tokens": _Range(int, 0, _LARGEST),
-    "logprobs": _Range(int, -1, _LARGEST, optional=True),
-    "prompt_logprobs": _Range(int, -1, _LARGEST, optional=True),
-    "beam_width": _Range(int, 1, 128, optional=True),
-    "length_penalty": _Range(float, -10, 10),
-}
+    "n": _Range(int, 1, 128), "presence_penalty": _Range(float, -2, 2), "frequency_penalty": _Range(float, -2, 2),
+    "repetition_penalty": _Range(float, 0, 100, open_low=True), "temperature": _Range(float, 0, 100),
+    "top_p": _Range(float, 0, 1, open_low=True), "top_k": _Range(int, -1, math.inf), "min_p": _Range(float, 0, 1),
+    "typical_p": _Range(float, 0, 1, open_low=True), "top_n_sigma": _Range(float, -1, 1000), "xtc_probability": _Range(float, 0, 1),
+    "xtc_threshold": _Range(float, 0, 1), "best_of": _Range(int, 1, 128, optional=True),
+    "truncate_prompt_tokens": _Range(int, -1, _LARGEST, optional=True), "seed": _Range(int, -(2**63), 2**64 - 1, optional=True),
+    "max_tokens": _Range(int, 0, _LARGEST, optional=True), "min_tokens": _Range(int, 0, _LARGEST),
+    "logprobs": _Range(int, -1, _LARGEST, optional=True), "prompt_logprobs": _Range(int, -1, _LARGEST, optional=True),
+    "beam_width": _Range(int, 1, 128, optional=True), "length_penalty": _Range(float, -10, 10),
+}  # fmt: skip
 _FLAGS = ("ignore_eos", "skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output")
 _ONLY_WHEN_DRAWN = ("top_k", "top_p", "min_p", "typical_p", "top_n_sigma", "xtc_probability", "seed")
 _WITH_BEAMS = frozenset((

@@ -50,13 +50,9 @@ def make_batch(entries: Seq[Entry], rows: Seq[RowMap], kv: KVCache, sampling: Sa
         query_starts.append(end + offset)
         spans.append((seq.row, start, end))
     return Batch(
-        token_ids=np.array(tokens, np.int32),
-        positions=np.array(positions, np.int32),
-        query_starts=np.array(query_starts, np.int32),
-        context_lens=np.array([end for _, _, end in spans], np.int32),
+        token_ids=np.array(tokens, np.int32), positions=np.array(positions, np.int32),
+        query_starts=np.array(query_starts, np.int32), context_lens=np.array([end for _, _, end in spans], np.int32),
         block_tables=kv.block_tables([row for row, _, _ in spans], max(entry.seq.blocks for entry in entries)),
-        slot_mapping=kv.slots(spans),
-        sample_rows=np.array(wanted, np.int32),
-        sampling=sampling,
+        slot_mapping=kv.slots(spans), sample_rows=np.array(wanted, np.int32), sampling=sampling,
         pool_rows=np.array(pool_rows, np.int32),
-    )
+    )  # fmt: skip

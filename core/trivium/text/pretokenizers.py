@@ -29,12 +29,9 @@ _FAMILIES: dict[tuple[str, ...], str] = {
     (_GPT2,): "gpt-2 gpt2 default phi-2 mpt olmo jais jina-es jina-de jina-v2-es jina-v2-de roberta-bpe trillion granite-docling",
     (r"\p{N}", _GPT2): "smollm starcoder refact command-r codeshell exaone minerva-7b",
     (_LLAMA3,): "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2 dbrx smaug-bpe chatglm-bpe glm4",
-    (_QWEN2,): "qwen2 deepseek-r1-qwen stablelm2 kormo megrez",
-    (_QWEN35,): "qwen35",
-    (_TEKKEN,): "tekken",
-    (_GPT4O,): "gpt-4o llama4 kanana2 minimax-m2",
-    (r"\p{N}{1,3}", _CJK, _DEEPSEEK3): "deepseek-v3",
-}
+    (_QWEN2,): "qwen2 deepseek-r1-qwen stablelm2 kormo megrez", (_QWEN35,): "qwen35", (_TEKKEN,): "tekken",
+    (_GPT4O,): "gpt-4o llama4 kanana2 minimax-m2", (r"\p{N}{1,3}", _CJK, _DEEPSEEK3): "deepseek-v3",
+}  # fmt: skip
 _SPLITS = {name: patterns for patterns, names in _FAMILIES.items() for name in names.split()}
 
 WHOLE_WORDS_FIRST = frozenset({"llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "tekken"})
