@@ -296,8 +296,7 @@ class Engine:
     def _measure(self, flight: Flight, now: float) -> None:
         """How fast prompts are computed, from steps that hardly do anything else."""
         if self.kv.tiers is not None:
-            tokens = sum(entry.tokens for entry in flight.plan.entries)
-            if tokens >= PREFILL_SHARE * len(flight.plan.entries):
+            if (tokens := sum(e.tokens for e in flight.plan.entries)) >= PREFILL_SHARE * len(flight.plan.entries):
                 self.kv.tiers.prefill.add(tokens, now - flight.began)
             self.stats.tier_faults = self.kv.tiers.faults.count
 

@@ -143,9 +143,8 @@ class Runner:
             kv.pool.evicted.clear()
         if copies := plan.copies:
             session.copy_pages([copy.src for copy in copies], [copy.dst for copy in copies])
-        for entry in plan.entries:
-            if entry.hit is not None:
-                kv.restore(session, entry.seq, entry.hit)
+        for seq, hit in [(entry.seq, entry.hit) for entry in plan.entries if entry.hit is not None]:
+            kv.restore(session, seq, hit)
 
     def wait(self, flight: Flight) -> Landed:
         """What the device sampled. If this raises, or the engine can't use it, the flight is to be undone."""

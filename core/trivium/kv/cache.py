@@ -148,8 +148,7 @@ class KVCache:
         with `restore`, come from elsewhere sooner than they would be computed."""
         if restore and stream.parcel is not None:
             return self._unpack(stream, stream.parcel)
-        best = self._longest(stream, limit, lambda key: self.pool.lookup(key) is not None)
-        hit = self._hit(stream, best)
+        hit = self._hit(stream, self._longest(stream, limit, lambda key: self.pool.lookup(key) is not None))
         if restore and self.tiers is not None:
             longer = self._hit(stream, self._longest(stream, limit, self._held_somewhere))
             if self.tiers.worth(((stream.keys[b], g) for g, b in longer.restore), saved := longer.tokens - hit.tokens):

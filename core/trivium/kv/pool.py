@@ -84,8 +84,8 @@ class BlockPool:
 
     def published(self) -> list[Evicted]:
         """Every page that lookup() finds and whose origin is known, those last that would be evicted last."""
-        order = [*self._idle, *(page for page, refs in enumerate(self.refs) if refs)]
-        found = ((page, self._keys[page], self._origins[page][1]) for page in order)
+        owned = (page for page, refs in enumerate(self.refs) if refs)
+        found = ((page, self._keys[page], self._origins[page][1]) for page in [*self._idle, *owned])
         return [Evicted(page, key, origin) for page, key, origin in found if key is not None and origin is not None]
 
     def check(self, owners: Mapping[int, int]) -> None:

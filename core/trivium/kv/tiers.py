@@ -107,8 +107,11 @@ class Disk:
 
     def write(self, key: Key, page: Page) -> None:
         """Writes behind the caller's back, or drops the page if too much waits already; after close(), on this thread."""
-        size = sum(array.nbytes for array in page.arrays)
-        if self.holds(key) or size > self._capacity or (not self._closed and self._waiting + size > MAX_IN_FLIGHT):
+        if (
+            self.holds(key)
+            or (size := sum(array.nbytes for array in page.arrays)) > self._capacity
+            or (not self._closed and self._waiting + size > MAX_IN_FLIGHT)
+        ):
             return
         self._queued[key] = page
         self._waiting += size
