@@ -209,7 +209,8 @@ def _load_into(
     executable = expect(Executable, session.compile(program, weights), f"backend {p.backend.name!r}: compile()")
     routes = tuple(Route(c.value.name, w.format, f.name, exact, w.nbytes) for c, w, f, exact in p.routes if w is not None)
     formats = blake2b(repr([(r.name, r.resident) for r in routes]).encode(), digest_size=8).hexdigest()
-    producer = f"{p.backend.name} {p.backend.version}, activations {_backend_options(p, options, tokens)['dtype']}, weight formats {formats}"
+    dtype = _backend_options(p, options, tokens)["dtype"]
+    producer = f"{p.backend.name} {p.backend.version}, activations {dtype}, weight formats {formats}"
     return Loaded(
         name=model, backend=p.backend, device=p.device, capabilities=p.capabilities, session=session, traced=p.traced,
         program=program, executable=executable, kv_spec=spec, num_pages=pages, vocab_size=vocab_size,

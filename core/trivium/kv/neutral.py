@@ -23,18 +23,18 @@ MAGIC = b"TRIVIUM1"
 MAX_HEADER = 16 << 20
 MAX_DIMS = 8
 _START = len(MAGIC) + 8 + 32
-_TYPES = {"float32": "<f4", "float16": "<f2", "bfloat16": "<u2", "int32": "<i4"}
+TYPES = {"float32": "<f4", "float16": "<f2", "bfloat16": "<u2", "int32": "<i4"}
 
 Array = npt.NDArray[Any]
 Arrays = Mapping[str, tuple[str, Array]]
-"""By name: a dtype of _TYPES and the array in its stored form (see encode)."""
+"""By name: a dtype of TYPES and the array in its stored form (see encode)."""
 
 
 def encode(array: Array, dtype: str) -> Array:
     """Numbers that `dtype` holds exactly, in its stored form; bfloat16 as its 16 bits."""
     if dtype == "bfloat16":
         return (np.ascontiguousarray(array, np.float32).view(np.uint32) >> 16).astype("<u2")
-    return np.ascontiguousarray(array, _TYPES[dtype])
+    return np.ascontiguousarray(array, TYPES[dtype])
 
 
 def decode(stored: Array, dtype: str) -> Array:
@@ -80,12 +80,12 @@ def _arrays(listed: list[Any], data: memoryview) -> dict[str, tuple[str, Array]]
         sizes = (
             shape if isinstance(shape, list) and len(shape) <= MAX_DIMS and all(type(n) is int and n >= 0 for n in shape) else None
         )
-        if not isinstance(name, str) or name in found or not isinstance(dtype, str) or dtype not in _TYPES or sizes is None:
+        if not isinstance(name, str) or name in found or not isinstance(dtype, str) or dtype not in TYPES or sizes is None:
             raise PageFormatError(f"the header's entry {entry!s:.80} is no array that can be read")
-        end = at + math.prod(sizes) * np.dtype(_TYPES[dtype]).itemsize
+        end = at + math.prod(sizes) * np.dtype(TYPES[dtype]).itemsize
         if end > len(data) or math.prod(n or 1 for n in sizes) > 1 << 40:
             raise PageFormatError(f"the array {name!r} ends at byte {end} of {len(data)}")
-        found[name] = dtype, np.frombuffer(data[at:end], _TYPES[dtype]).reshape(sizes)
+        found[name] = dtype, np.frombuffer(data[at:end], TYPES[dtype]).reshape(sizes)
         at = end
     if at != len(data):
         raise PageFormatError(f"the header describes {at} bytes of arrays, the record has {len(data)}")
@@ -112,7 +112,7 @@ def _rope(inv_freq: Array, *, interleaved: bool, scale: float) -> str:
 
 def stored_dtype(spec: KVSpec, group: int) -> str:
     """The dtype in which the arrays of a group are stored."""
-    return spec.dtype if spec.groups[group].spec.paged and spec.dtype in _TYPES else "float32"
+    return spec.dtype if spec.groups[group].spec.paged and spec.dtype in TYPES else "float32"
 
 
 class Layout(NamedTuple):

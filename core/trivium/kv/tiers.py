@@ -7,6 +7,7 @@ is in. A page that can't be had any more is a miss, never an error: its tokens a
 from __future__ import annotations
 
 import logging
+import math
 import os
 import re
 import time
@@ -21,7 +22,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from trivium.errors import InvalidRequestError, PageFormatError
-from trivium.kv.neutral import Array, Layout, decode, encode, pack, stored_dtype, unpack
+from trivium.kv.neutral import TYPES, Array, Layout, decode, encode, pack, stored_dtype, unpack
 from trivium.kv.pool import Evicted, Key, Origin
 from trivium.ops import Pages
 
@@ -218,10 +219,8 @@ class Tiers:
         self._host: OrderedDict[Key, Page] = OrderedDict()
         self._reads: OrderedDict[Key, Future[Page | None]] = OrderedDict()
         self._free = host_bytes
-        self._sizes = []
-        for g in range(len(layout.spec.groups)):
-            width = 2 if stored_dtype(layout.spec, g) in ("float16", "bfloat16") else 4
-            self._sizes.append(sum(width * int(np.prod(s)) for s in layout.shapes(g, layout.spec.page_size).values()))
+        numbers = [sum(map(math.prod, layout.shapes(g, layout.spec.page_size).values())) for g in range(len(layout.spec.groups))]
+        self._sizes = [n * np.dtype(TYPES[stored_dtype(layout.spec, g)]).itemsize for g, n in enumerate(numbers)]
         self.importing, self.prefill = Rate(2e9), Rate(1000.0)
         self.faults = Faults() if disk is None else disk.faults
 
