@@ -19,6 +19,7 @@ from tqdm import tqdm
 from trivium.engine import AsyncEngine, Engine, EngineConfig, PoolingParams, RequestOutput
 from trivium.engine.adapters import enabled
 from trivium.engine.loader import LoadOptions, load
+from trivium.engine.pooling import likelihood
 from trivium.engine.speculation import Drafter, ModelDrafter, Speculative
 from trivium.errors import BackendError, InvalidRequestError, UnsupportedError
 from trivium.sampling import SamplingParams, StructuredOutputs
@@ -293,7 +294,7 @@ class LLM(_Opened):
         is the most likely one. The continuation is what follows the context's tokens in those of both texts together (blanks at
         the end of the context count with it); an empty context is the model's begin token. ContextLengthError for more tokens than
         max_model_len."""
-        return [_likelihood(output) for output in self._complete([self._scored(pair) for pair in pairs], adapter)]
+        return [likelihood(output) for output in self._complete([self._scored(pair) for pair in pairs], adapter)]
 
     def _complete(self, requests: Sequence[_Request], adapter: str | None) -> list[RequestOutput]:
         numbers: list[int] = []
@@ -401,7 +402,7 @@ class AsyncLLM(_Opened):
 
     async def loglikelihood(self, pairs: Sequence[tuple[str, str]], *, adapter: str | None = None) -> list[tuple[float, bool]]:
         """As LLM.loglikelihood."""
-        return [_likelihood(output) for output in await self._complete([self._scored(pair) for pair in pairs], adapter)]
+        return [likelihood(output) for output in await self._complete([self._scored(pair) for pair in pairs], adapter)]
 
     async def _complete(self, requests: Sequence[_Request], adapter: str | None) -> list[RequestOutput]:
         run = self.async_engine.generate
@@ -435,14 +436,6 @@ def _checked(outputs: list[RequestOutput]) -> list[RequestOutput]:
     if errors and len(errors) == len(outputs):
         raise errors[0]
     return outputs
-
-
-def _likelihood(output: RequestOutput) -> tuple[float, bool]:
-    """Of a scored prompt: see LLM.loglikelihood."""
-    if output.error is not None:
-        raise output.error
-    scored = [entry[token] for token, entry in zip(output.prompt_token_ids, output.prompt_logprobs or []) if entry is not None]
-    return sum(found.logprob for found in scored), all(found.rank == 1 for found in scored)
 
 
 @contextlib.contextmanager

@@ -169,7 +169,7 @@ def test_o50_a_plugin_of_version_1_generates_and_has_its_lack_of_embeddings_name
     monkeypatch.syspath_prepend(str(tmp_path))
     install(tmp_path, "dayone", "from day_one_chip import trivium_backend")
     monkeypatch.setattr(day_one_chip.DayOne, "api_version", 1)
-    with pytest.warns(HostFallbackWarning), LLM(folder, "dayone", num_kv_blocks=24, progress=False) as llm:
+    with pytest.warns((HostFallbackWarning, DeprecationWarning)), LLM(folder, "dayone", num_kv_blocks=24, progress=False) as llm:
         assert set(llm.loaded.program.outputs) == {"logits"}
         assert "pool_rows" not in {value.name for value in llm.loaded.program.inputs}
         ids = llm.generate(PROMPTS, GREEDY)[2].outputs[0].token_ids

@@ -1,4 +1,4 @@
-"""Pooled embeddings: which hidden states of a prompt are wanted, and the vector that is made of them."""
+"""Pooled embeddings: which hidden states of a prompt are wanted, and the vector that is made of them. And scores of prompts."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from trivium.engine.outputs import RequestOutput
 from trivium.errors import InvalidRequestError
 
 F32 = npt.NDArray[np.float32]
@@ -62,3 +63,11 @@ class Pool:
         vector = (self._sum / self._rows)[: self._params.dimensions]
         length = np.linalg.norm(vector) if self._params.normalize else 1.0
         return (vector / length if length > 0 else vector).astype(np.float32)
+
+
+def likelihood(output: RequestOutput) -> tuple[float, bool]:
+    """Of a scored prompt: see LLM.loglikelihood."""
+    if output.error is not None:
+        raise output.error
+    scored = [entry[token] for token, entry in zip(output.prompt_token_ids, output.prompt_logprobs or []) if entry is not None]
+    return sum(found.logprob for found in scored), all(found.rank == 1 for found in scored)
