@@ -69,7 +69,8 @@ class Simulation:
         assert admitted == s.waiting[: len(admitted)], "admitted in order, nobody is passed over"
         assert all(e.start == e.seq.computed for e in plan.entries if e.hit is None)
         decodes = [e.seq for e in plan.entries if e.hit is None and e.seq.pending == 1]
-        if not plan.preempted and s.kv.pool.available >= len(s.running) * len(s.kv.paged):
+        chunks = -(-s.max_tokens // PAGE)  # pages that earlier prompts may take first
+        if not plan.preempted and s.kv.pool.available >= (len(s.running) + chunks) * len(s.kv.paged):
             assert decodes == [seq for seq in s.running if seq.pending == 1], "every decode runs while there are pages"
 
     def snapshot(self) -> tuple[object, ...]:
