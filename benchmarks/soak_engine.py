@@ -2,8 +2,8 @@
 
 Requests differ in length, sampling, grammar, adapter, priority, tenant, n and stops; some are aborted at a random step. Every one
 must end, with the ids it has when it runs alone (an aborted one, or one that a fault has hit twice, with a prefix of them); no page
-may be lost and the invariants must hold whenever they are looked at. The whole run is done twice, the second time with a fault in
-one of fifty runs of the device: raised before it, after it, or as nonsense for an answer.
+may be lost and the invariants must hold whenever they are looked at. All of them run three times: as they are; with a fault in one
+of fifty runs of the device, raised before it, after it, or as nonsense for an answer; and with speculation and a tier for pages.
 
     python benchmarks/soak_engine.py --requests 10000 [--json] [--backend cpu] [--seed 0] [--speculative METHOD]
 """
@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,6 +31,7 @@ from trivium.ops import Batch, Sampled
 from trivium.sampling import SamplingParams
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "helpers"))
+from peft_adapters import make_adapter
 from tiny_checkpoints import make_checkpoint
 
 FAULTS_ONE_IN = 50
@@ -108,6 +109,8 @@ def _params(rng: random.Random) -> SamplingParams:
         {"allowed_token_ids": rng.sample(range(IDS), 40)}, {"n": 2}, {"logprobs": rng.randrange(4)}, {"prompt_logprobs": 1},
         {"stop": [chr(97 + rng.randrange(26)), "the"]}, {"stop_token_ids": rng.sample(range(IDS), 5)}, {"ignore_eos": True},
         {"min_tokens": fields["max_tokens"] // 2}, {"bad_words": ["a", "no"]},
+        {"typical_p": 0.8}, {"top_n_sigma": 1.5}, {"xtc_probability": 0.6, "xtc_threshold": 0.1},
+        *({"structured_outputs": grammar} for grammar in _GRAMMARS),
     ]  # fmt: skip
     for extra in rng.sample(extras, rng.randrange(3)):
         fields |= extra
@@ -197,11 +200,9 @@ def matches(got: Result, want: Result) -> bool:
     )
 
 
-def measure(
-    loaded: Loaded, config: EngineConfig, jobs: Sequence[Job], want: Sequence[Result], adapters: dict[str, Path], seed: int
-) -> dict[str, Any]:
+def measure(loaded: Loaded, config: EngineConfig, jobs: Sequence[Job], want: Sequence[Result], seed: int) -> dict[str, Any]:
     """One run of all requests and what it left behind."""
-    engine = open_engine(loaded, config, adapters)
+    engine = Engine(loaded, loaded.tokenizer, config)
     crowd = Crowd(engine, jobs, seed)
     began = time.perf_counter()
     crowd.run()
@@ -222,39 +223,44 @@ def measure(
     }
 
 
-def open_engine(loaded: Loaded, config: EngineConfig, adapters: dict[str, Path]) -> Engine:
-    engine = Engine(loaded, loaded.tokenizer, config)
+def open_model(model: str, backend: str, adapters: Mapping[str, Path], **sizes: Any) -> Loaded:
+    """The tiny model with its adapters, of which two can run at a time."""
+    lora = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
+    loaded = load(model, backend, LoadOptions(max_num_batched_tokens=48, max_model_len=160, **lora, **sizes))
+    engine = Engine(loaded, loaded.tokenizer, EngineConfig(4, 48))
     for name, path in adapters.items():
         engine.load_adapter(name, path)
-    return engine
+    return loaded
 
 
 def soak(backend: str, requests: int, seed: int) -> dict[str, Any]:
-    """Both runs; the totals of both, and each by itself."""
-    rng = random.Random(seed)
+    """All runs; their totals, and each by itself."""
     with tempfile.TemporaryDirectory() as folder:
         model = str(make_checkpoint(Path(folder) / "model", "gemma3", tie_word_embeddings=False))
-        adapters: dict[str, Path] = {}
+        adapters = {name: make_adapter(Path(folder) / name, "gemma3", seed=n) for n, name in enumerate(("red", "green", "blue"), 1)}
         jobs = make_jobs(requests, seed, list(adapters))
-        common: dict[str, Any] = {"max_num_batched_tokens": 48, "max_model_len": 160}
-        single = load(model, backend, LoadOptions(max_num_seqs=4, num_kv_blocks=256, **common))
-        want = list(alone(open_engine(single, EngineConfig(4, 48, False), adapters), jobs))
+        single = open_model(model, backend, adapters, max_num_seqs=4, num_kv_blocks=256)
+        want = list(alone(Engine(single, single.tokenizer, EngineConfig(4, 48, False)), jobs))
         single.session.close()
-        crowded = load(model, backend, LoadOptions(max_num_seqs=32, num_kv_blocks=72, **common))
-        config = EngineConfig(32, 48)
-        runs = {"plain": measure(crowded, config, jobs, want, adapters, seed)}
-        faulty = Faulty(crowded.executable, rng)
-        runs["faults"] = measure(dataclasses.replace(crowded, executable=faulty), config, jobs, want, adapters, seed)
-        runs["faults"]["injected"] = faulty.injected
-        crowded.session.close()
+        loaded = open_model(model, backend, adapters, max_num_seqs=32, num_kv_blocks=72, num_speculative_tokens=3)
+        runs = {}
+        for name, extras in RUNS.items():
+            faulty = Faulty(loaded.executable, random.Random(seed)) if name == "faults" else None
+            engine_model = dataclasses.replace(loaded, executable=faulty) if faulty else loaded
+            runs[name] = measure(engine_model, EngineConfig(32, 48, **extras), jobs, want, seed)
+            if faulty:
+                runs[name]["injected"] = faulty.injected
+        loaded.session.close()
     names = ("completed", "mismatches", "leaked_blocks", "invariant_failures")
-    return {
-        "backend": backend,
-        "seed": seed,
-        "requests": 2 * requests,
-        **{n: sum(r[n] for r in runs.values()) for n in names},
-        **runs,
-    }
+    totals = {n: sum(run[n] for run in runs.values()) for n in names}
+    return {"backend": backend, "seed": seed, "requests": len(runs) * requests, **totals, **runs}
+
+
+RUNS: Mapping[str, dict[str, Any]] = {
+    "plain": {},
+    "faults": {},
+    "guessed": {"speculative": {"method": "ngram", "num_speculative_tokens": 3, "adaptive": False}, "kv_host_bytes": 1 << 20},
+}
 
 
 def main() -> None:
