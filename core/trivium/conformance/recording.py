@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from trivium.engine.executor import Model
 from trivium.engine.loader import Loaded, LoadOptions, load, plan
-from trivium.errors import CheckpointError, InvalidRequestError, TriviumError
+from trivium.errors import CheckpointError, InvalidRequestError, TriviumError, UnsupportedError
 from trivium.ops import OPERATORS, OPSET, Batch, Builder, KVSpec, LatentKV, PagedKV, Program, Recurrent, Sampled, SampleInputs
 from trivium.plugin.contract import Executable, Pages, Session, Step
 
@@ -82,6 +82,8 @@ class Recorder:
     """
 
     def __init__(self, loaded: Loaded, folder: Path, *, logits: bool = False) -> None:
+        if loaded.lora is not None:
+            raise UnsupportedError("adapters are not recorded; load the model without enable_lora")
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()):
             raise InvalidRequestError(f"{folder} is not empty; give a new folder for the recording", param="output")
@@ -119,7 +121,7 @@ class Recorder:
 
 
 def _save(path: Path, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
-    np.savez(path, **cast(Any, arrays))
+    np.savez_compressed(path, **cast(Any, arrays))
 
 
 class _Session:
@@ -255,8 +257,7 @@ def _again(loaded: Loaded, index: int, kind: str, arrays: Mapping[str, npt.NDArr
     elif kind == "import":
         _import(loaded.session, loaded.kv_spec, arrays)
     elif kind == "run":
-        sampling = SampleInputs(**{name: _plain(arrays[f"sampling_{name}"]) for name in _SAMPLING if f"sampling_{name}" in arrays})
-        batch = Batch(**{name: arrays[name] for name in _BATCH if name in arrays}, sampling=sampling)
+        batch = _batch(index, arrays)
         step = loaded.executable.run(batch)
         sampled = step.tokens()
         if "sampled_ids" in arrays:
@@ -264,6 +265,14 @@ def _again(loaded: Loaded, index: int, kind: str, arrays: Mapping[str, npt.NDArr
     else:
         raise CheckpointError(f"event {index} of the recording is {kind!r}, which this version does not know")
     return None
+
+
+def _batch(index: int, arrays: Mapping[str, npt.NDArray[Any]]) -> Batch:
+    try:
+        sampling = SampleInputs(**{n: _plain(arrays[f"sampling_{n}"]) for n in _SAMPLING if f"sampling_{n}" in arrays})
+        return Batch(**{name: arrays[name] for name in _BATCH if name in arrays}, sampling=sampling)
+    except TypeError as fault:
+        raise CheckpointError(f"step {index} was recorded by another version ({fault}); record again") from fault
 
 
 def _plain(array: npt.NDArray[Any]) -> Any:
