@@ -158,6 +158,7 @@ def test_chats_are_rendered_alike(
 ) -> None:
     ours, theirs = chat_pair
     messages, source = CONVERSATIONS[conversation], TEMPLATES[template]
+    tools = tools if "tools" in source else None  # else they are refused here, and ignored there
     arguments: dict[str, Any] = {"tools": tools, "add_generation_prompt": prompt, "enable_thinking": False}
     try:
         expected = theirs.apply_chat_template(messages, chat_template=source, tokenize=False, **arguments)

@@ -28,21 +28,28 @@ class Tokenizer:
     """
 
     def __init__(
-        self, backend: tokenizers.Tokenizer, *, vocab_size: int, named: Mapping[str, str], end_ids: set[int],
-        templates: Mapping[str, str],
+        self, backend: tokenizers.Tokenizer, config: Mapping[str, Any], template: str | None, end_ids: set[int]
     ) -> None:  # fmt: skip
+        """config: as tokenizer_config.json. template: the default one, if not the one in `config`. end_ids: of turn or message."""
+        tokens = {role: token for role in _ROLES if (token := _content(config.get(role)))}
+        self.named_tokens = {role: token for role, token in tokens.items() if backend.token_to_id(token) is not None}
+        _add_configured_tokens(backend, config, self.named_tokens)
+        bos, eos = (self.named_tokens.get(role) for role in ("bos_token", "eos_token"))
+        if "add_bos_token" in config or "add_eos_token" in config or backend.post_processor is None:
+            ends = bos if config.get("add_bos_token") else None, eos if config.get("add_eos_token") else None
+            backend.post_processor = _surround(backend, *ends)
         self._backend = backend
         self._bytes: dict[int, bytes] = {}
-        self._added = {index: token.content for index, token in backend.get_added_tokens_decoder().items()}
         self._compiled: dict[str, ChatTemplate] = {}
-        self._templates = templates
+        self._templates = _templates(config.get("chat_template"), template)
         self._spelling = _Spelling(backend)
-        self.named_tokens = named
-        self.vocab_size = vocab_size
-        self.special_ids = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
-        self.bos_id = backend.token_to_id(named["bos_token"]) if "bos_token" in named else None
+        added = backend.get_added_tokens_decoder()
+        self._added = {index: token.content for index, token in added.items()}
+        self.special_ids = frozenset(index for index, token in added.items() if token.special)
+        self.vocab_size = max(backend.get_vocab().values(), default=-1) + 1
+        self.bos_id = backend.token_to_id(bos) if bos else None
         self._adds_bos = self.bos_id is not None and backend.encode("").ids[:1] == [self.bos_id]
-        self.eos_ids = frozenset(end_ids | self._turn_ends())
+        self.eos_ids = frozenset(end_ids | {index for index, text in self._added.items() if text == eos} | self._turn_ends())
         self.strips_leading_space = self._spelling.strips
         self.chat_template = self._templates.get("default")
 
@@ -52,44 +59,11 @@ class Tokenizer:
 
         Raises CheckpointError for damaged data and UnsupportedError for a kind that is not known.
         """
-        if data["kind"] == "json":
-            return cls._from_json(data["tokenizer_json"], data.get("config") or {}, data.get("chat_template"))
-        return cls._from_gguf(data["metadata"], data.get("chat_template"))
-
-    @classmethod
-    def _from_gguf(cls, metadata: Mapping[str, Any], template: str | None) -> Tokenizer:
-        vocabulary = gguf.read_vocabulary(metadata)
-        key = "tokenizer.chat_template"
-        templates = {name.removeprefix(f"{key}."): str(text) for name, text in metadata.items() if name.startswith(f"{key}.")}
-        if default := template or metadata.get(key):
-            templates["default"] = str(default)
-        size, named, ends = len(vocabulary.tokens), vocabulary.named(), vocabulary.end_ids()
-        return cls(gguf.build(vocabulary), vocab_size=size, named=named, end_ids=ends, templates=templates)
-
-    @classmethod
-    def _from_json(cls, text: str, config: Mapping[str, Any], template: str | None) -> Tokenizer:
-        import tokenizers
-
-        try:
-            backend = tokenizers.Tokenizer.from_str(text)
-        except Exception as error:  # the package raises plain Exception
-            raise CheckpointError(f"tokenizer.json can't be read: {error}") from error
-        backend.no_truncation()
-        backend.no_padding()
-        tokens = {role: token for role in _ROLES if (token := _content(config.get(role)))}
-        named = {role: token for role, token in tokens.items() if backend.token_to_id(token) is not None}
-        _add_configured_tokens(backend, config, named)
-        if "add_bos_token" in config or "add_eos_token" in config or backend.post_processor is None:
-            bos, eos = (named.get(role) if config.get(f"add_{role}") else None for role in ("bos_token", "eos_token"))
-            backend.post_processor = gguf.surround(backend, bos, eos)
-        configured = config.get("chat_template")
-        templates = {entry["name"]: entry["template"] for entry in configured} if isinstance(configured, list) else {}
-        if default := template or (configured if isinstance(configured, str) else None):
-            templates["default"] = default
-        size = max(backend.get_vocab().values(), default=-1) + 1
-        end = backend.token_to_id(named["eos_token"]) if "eos_token" in named else None
-        ends = set() if end is None else {end}
-        return cls(backend, vocab_size=size, named=named, end_ids=ends, templates=templates)
+        if data["kind"] == "gguf":
+            backend, config, ends = gguf.read(data["metadata"])
+        else:
+            backend, config, ends = _read_json(data["tokenizer_json"]), data.get("config") or {}, set()
+        return cls(backend, config, data.get("chat_template"), ends)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`. Special tokens written in the text become their ids, as with Hugging Face tokenizers.
@@ -183,6 +157,32 @@ class Tokenizer:
         if "<|return|>" in ids:  # there <|end|> only separates the messages of one answer
             ids.pop("<|end|>", None)
         return set(ids.values())
+
+
+def _read_json(text: str) -> tokenizers.Tokenizer:
+    import tokenizers
+
+    try:
+        backend = tokenizers.Tokenizer.from_str(text)
+    except Exception as error:  # the package raises plain Exception
+        raise CheckpointError(f"tokenizer.json can't be read: {error}") from error
+    backend.no_truncation()
+    backend.no_padding()
+    return backend
+
+
+def _templates(configured: Any, default: str | None) -> dict[str, str]:
+    """Chat templates by name, from one template or a list of {"name", "template"}, and the one that is the default anyway."""
+    named = configured if isinstance(configured, list) else [{"name": "default", "template": configured}] if configured else []
+    return {entry["name"]: entry["template"] for entry in named} | ({"default": default} if default else {})
+
+
+def _surround(backend: tokenizers.Tokenizer, bos: str | None, eos: str | None) -> Any:
+    """A post-processor that puts `bos` before and `eos` after an encoded text, where they are given."""
+    from tokenizers.processors import TemplateProcessing
+
+    parts = [part for part in (bos, "$A", eos) if part]
+    return TemplateProcessing(single=parts, special_tokens=[(end, backend.token_to_id(end)) for end in (bos, eos) if end])
 
 
 def _content(token: Any) -> str | None:
