@@ -20,9 +20,14 @@ def folder(tmp_path_factory):
     return make_chat_model(tmp_path_factory.mktemp("models") / "chat")
 
 
+@pytest.fixture(scope="module", params=["reference", "cpu"])
+def backend(request):
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def llm(folder):
-    with LLM(folder, backend="reference", seed=3) as model:
+def llm(folder, backend):
+    with LLM(folder, backend=backend, seed=3) as model:
         yield model
 
 
@@ -117,11 +122,11 @@ def test_n_samples_differ_and_the_first_is_the_single_one(llm):
     assert len({tuple(c.token_ids) for c in many.outputs}) == 3
 
 
-def test_the_models_seed_makes_unseeded_requests_repeat(folder):
+def test_the_models_seed_makes_unseeded_requests_repeat(folder, backend):
     params = SamplingParams(temperature=1, max_tokens=12, ignore_eos=True)
     runs = []
     for seed in (1, 1, 2):
-        with LLM(folder, backend="reference", seed=seed) as model:
+        with LLM(folder, backend=backend, seed=seed) as model:
             runs.append(ids_of(model.generate(["a", "a"], params)))
     assert runs[0] == runs[1] != runs[2]
     assert runs[0][0] != runs[0][1]
@@ -134,8 +139,8 @@ def test_default_params_are_the_models_own(tmp_path, llm):
         assert model.default_params(max_tokens=3) == SamplingParams(temperature=0.5, top_k=7, max_tokens=3)
 
 
-def test_a_closed_model_says_so(folder):
-    model = LLM(folder, backend="reference")
+def test_a_closed_model_says_so(folder, backend):
+    model = LLM(folder, backend=backend)
     model.close()
     model.close()
     with pytest.raises(InvalidRequestError, match="closed"):
