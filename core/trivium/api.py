@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypedDict, Unpack, cast
 
 from tqdm import tqdm
 
@@ -28,8 +28,10 @@ from trivium.text.syntaxes import REASONING, TOOLS, choose
 
 Prompt = str | Sequence[int]
 """A text, or token ids."""
+Prompts = Prompt | Sequence[Prompt]
 Message = Mapping[str, Any]
 """{"role": ..., "content": ...}."""
+Chats = Sequence[Message] | Sequence[Sequence[Message]]
 Params = SamplingParams | Sequence[SamplingParams] | None
 """For all prompts, one for each, or None: the model's own (see default_params)."""
 _Progress = Callable[[int, int], None] | None
@@ -41,6 +43,17 @@ class _Request(NamedTuple):
     ids: list[int]
     params: SamplingParams | None
     options: Mapping[str, Any] = MappingProxyType({})
+
+
+class Options(TypedDict, total=False):
+    """Keyword arguments of every request; of several, one value for all or a list with one for each. adapter: the name of a loaded
+    one. priority: an integer, lower runs first. request_id: the client's own, echoed as RequestOutput.client_id. cache_salt: prefix
+    pages are shared only between equal salts."""
+
+    adapter: str | Sequence[str | None] | None
+    priority: int | Sequence[int]
+    request_id: str | Sequence[str | None] | None
+    cache_salt: str | Sequence[str]
 
 
 Tools = Sequence[Mapping[str, Any]] | None
@@ -149,28 +162,28 @@ class _Opened(ABC):
 
     def _request(
         self, prompt: Prompt | Sequence[Message], params: SamplingParams | None, tools: Tools, choice: ToolChoice,
-        template: Mapping[str, Any],
+        more: Mapping[str, Any],
     ) -> _Request:  # fmt: skip
         _check_prompt(prompt)
         if not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], Mapping):
-            return self._chats(cast(Sequence[Message], prompt), params, tools, choice, template)[0]
-        if tools or template or choice is not None:
+            return self._chats(cast(Sequence[Message], prompt), params, tools, choice, more)[0]
+        if tools or choice is not None or more.keys() - Options.__annotations__:
             raise InvalidRequestError("tools, tool_choice and template arguments belong to a chat, not to a plain prompt")
-        return self._paired([self.encode(cast(Prompt, prompt))], params)[0]
+        return _with(self._paired([self.encode(cast(Prompt, prompt))], params), more)[0]
 
-    def _prompts(self, prompts: Prompt | Sequence[Prompt], params: Params) -> list[_Request]:
-        return self._paired(self._encoded(prompts), params)
+    def _prompts(self, prompts: Prompts, params: Params, options: Options) -> list[_Request]:
+        return _with(self._paired(self._encoded(prompts), params), options)
 
-    def _encoded(self, prompts: Prompt | Sequence[Prompt]) -> list[list[int]]:
+    def _encoded(self, prompts: Prompts) -> list[list[int]]:
         _check_prompt(prompts)
         single = isinstance(prompts, str) or (len(prompts) > 0 and not hasattr(prompts[0], "__len__"))
         return [self.encode(cast(Prompt, p)) for p in ([prompts] if single else prompts)]
 
-    def _pooled(self, prompts: Prompt | Sequence[Prompt], params: PoolingParams | None) -> list[_Request]:
+    def _pooled(self, prompts: Prompts, params: PoolingParams | None, options: Options) -> list[_Request]:
         pooling = PoolingParams() if params is None else params
         if not isinstance(pooling, PoolingParams):
             raise InvalidRequestError(f"pooling_params must be PoolingParams, not {params!r:.80}", param="pooling_params")
-        return [_Request(ids, None, {"pooling": pooling}) for ids in self._encoded(prompts)]
+        return _with([_Request(ids, None, {"pooling": pooling}) for ids in self._encoded(prompts)], options)
 
     def _scored(self, pair: tuple[str, str]) -> _Request:
         """Context and continuation as one prompt whose last tokens are scored, cut into tokens as evaluation harnesses do."""
@@ -185,29 +198,24 @@ class _Opened(ABC):
         params = SamplingParams(temperature=0.0, max_tokens=0, prompt_logprobs=0)
         return _Request(ids, params, {"score_from": len(prefix)})
 
-    def _chats(
-        self, messages: Sequence[Message] | Sequence[Sequence[Message]], params: Params, tools: Tools, choice: ToolChoice,
-        template: Mapping[str, Any],
-    ) -> list[_Request]:  # fmt: skip
+    def _chats(self, messages: Chats, params: Params, tools: Tools, choice: ToolChoice, more: Mapping[str, Any]) -> list[_Request]:
         if not isinstance(cast(object, messages), Sequence):
             message = f"messages must be a list of messages with role and content, or of such lists, not {type(messages).__name__}"
             raise InvalidRequestError(message, param="messages")
         use = ToolUse.of(tools, choice)
+        template = {name: value for name, value in more.items() if name not in Options.__annotations__}
+        options = {name: value for name, value in more.items() if name not in template}
         source = f"{self.loaded.architecture}\n{self.tokenizer.template_source(template.get('template'), bool(use.offered))}"
         chats: Any = [messages] if len(messages) == 0 or isinstance(messages[0], Mapping) else messages
         prompts = [self.encode_chat(chat, tools=use.offered, **template) for chat in chats]
         readers = [Reader.of(self.tokenizer, ids, use, source, *self._parsers) for ids in prompts]
         requests = [r if use.forced is None else _forced(r, use.forced) for r in self._paired(prompts, params)]
-        return [request._replace(options={"reader": reader}) for request, reader in zip(requests, readers, strict=True)]
+        return _with([r._replace(options={"reader": reader}) for r, reader in zip(requests, readers, strict=True)], options)
 
     def _paired(self, prompts: list[list[int]], params: Params) -> list[_Request]:
-        each = self.default_params() if params is None else params
-        each = [each] * len(prompts) if isinstance(each, SamplingParams) else each
-        if not isinstance(each, Sequence) or not all(isinstance(one, SamplingParams) for one in each):
-            message = f"sampling_params must be SamplingParams or a list of them, not {each!r:.80}"
-            raise InvalidRequestError(message, param="sampling_params")
-        if len(each) != len(prompts):
-            message = f"{len(prompts)} prompts came with {len(each)} SamplingParams; give one for all or one for each"
+        each = _each("sampling_params", self.default_params() if params is None else params, len(prompts))
+        if not all(isinstance(one, SamplingParams) for one in each):
+            message = f"sampling_params must be SamplingParams or a list of them, not {params!r:.80}"
             raise InvalidRequestError(message, param="sampling_params")
         return [_Request(ids, one) for ids, one in zip(prompts, each, strict=True)]
 
@@ -246,32 +254,29 @@ class LLM(_Opened):
             self._check_open()
             self.engine.unload_adapter(name)
 
-    def generate(
-        self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None, *, adapter: str | None = None
-    ) -> list[RequestOutput]:
-        """Completes prompts (texts or lists of token ids, one or many), in one batch; outputs in the order of the prompts. adapter:
-        the name of a loaded one.
+    def generate(self, prompts: Prompts, sampling_params: Params = None, **options: Unpack[Options]) -> list[RequestOutput]:
+        """Completes prompts (texts or lists of token ids, one or many), in one batch; outputs in the order of the prompts.
+        `options`: see Options.
 
         A bad request is refused before any has run (InvalidRequestError and its kin). One that fails later ends with
         finish_reason "error" and its `error` set, and the others go on; if all fail, the first error is raised.
         """
-        return self._complete(self._prompts(prompts, sampling_params), adapter)
+        return self._complete(self._prompts(prompts, sampling_params, options))
 
     def chat(
-        self, messages: Sequence[Message] | Sequence[Sequence[Message]], sampling_params: Params = None, *, tools: Tools = None,
-        tool_choice: ToolChoice = None, adapter: str | None = None, **template: Any,
-    ) -> list[RequestOutput]:  # fmt: skip
+        self, messages: Chats, sampling_params: Params = None, *, tools: Tools = None, tool_choice: ToolChoice = None, **more: Any
+    ) -> list[RequestOutput]:
         """As generate(), for one chat or several; the outputs have content, reasoning and tool_calls beside the text. tools,
-        tool_choice: see ToolUse.of. `template`: see encode_chat. TemplateError if the model has no template."""
-        return self._complete(self._chats(messages, sampling_params, tools, tool_choice, template), adapter)
+        tool_choice: see ToolUse.of. `more`: Options, or for encode_chat. TemplateError if the model has no template."""
+        return self._complete(self._chats(messages, sampling_params, tools, tool_choice, more))
 
     def stream(
         self, prompt: Prompt | Sequence[Message], sampling_params: SamplingParams | None = None, *, tools: Tools = None,
-        tool_choice: ToolChoice = None, adapter: str | None = None, **template: Any,
+        tool_choice: ToolChoice = None, **more: Any,
     ) -> Iterator[RequestOutput]:  # fmt: skip
         """One prompt or chat, token by token: each RequestOutput holds what is new (of a chat also as events); the last has
         finished=True and the metrics. Closing the iterator aborts the request."""
-        number = self._add(self._request(prompt, sampling_params, tools, tool_choice, template), adapter, stream=True)
+        number = self._add(self._request(prompt, sampling_params, tools, tool_choice, more), stream=True)
         try:
             while True:
                 output = self._next(number)
@@ -284,33 +289,33 @@ class LLM(_Opened):
             self._drop(number)
 
     def embed(
-        self, prompts: Prompt | Sequence[Prompt], pooling_params: PoolingParams | None = None, *, adapter: str | None = None
+        self, prompts: Prompts, pooling_params: PoolingParams | None = None, **options: Unpack[Options]
     ) -> list[RequestOutput]:
         """Embeddings of prompts, as generate() takes them, in the same steps as whatever else runs: see RequestOutput.embedding."""
-        return self._complete(self._pooled(prompts, pooling_params), adapter)
+        return self._complete(self._pooled(prompts, pooling_params, options))
 
-    def loglikelihood(self, pairs: Sequence[tuple[str, str]], *, adapter: str | None = None) -> list[tuple[float, bool]]:
+    def loglikelihood(self, pairs: Sequence[tuple[str, str]], **options: Unpack[Options]) -> list[tuple[float, bool]]:
         """For each (context, continuation): the sum of the log probabilities of the continuation's tokens, and whether each of them
         is the most likely one. The continuation is what follows the context's tokens in those of both texts together (blanks at
         the end of the context count with it); an empty context is the model's begin token. ContextLengthError for more tokens than
         max_model_len."""
-        return [likelihood(output) for output in self._complete([self._scored(pair) for pair in pairs], adapter)]
+        return [likelihood(output) for output in self._complete(_with([self._scored(pair) for pair in pairs], options))]
 
-    def _complete(self, requests: Sequence[_Request], adapter: str | None) -> list[RequestOutput]:
+    def _complete(self, requests: Sequence[_Request]) -> list[RequestOutput]:
         numbers: list[int] = []
         try:
             for request in requests:
-                numbers.append(self._add(request, adapter))
+                numbers.append(self._add(request))
             return _checked([self._next(number) for number in numbers])
         finally:
             for number in numbers:
                 self._drop(number)
 
-    def _add(self, request: _Request, adapter: str | None, *, stream: bool = False) -> int:
+    def _add(self, request: _Request, *, stream: bool = False) -> int:
         self.engine.prepare(request.params)
         with self._lock:
             self._check_open()
-            number = self.engine.add_request(request.ids, request.params, stream=stream, adapter=adapter, **request.options)
+            number = self.engine.add_request(request.ids, request.params, stream=stream, **request.options)
             self._inbox[number] = deque()
             return number
 
@@ -368,26 +373,23 @@ class AsyncLLM(_Opened):
         """As LLM.unload_adapter."""
         await self.async_engine.call(lambda engine: engine.unload_adapter(name))
 
-    async def generate(
-        self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None, *, adapter: str | None = None
-    ) -> list[RequestOutput]:
+    async def generate(self, prompts: Prompts, sampling_params: Params = None, **options: Unpack[Options]) -> list[RequestOutput]:
         """As LLM.generate; cancelling the task aborts the requests."""
-        return await self._complete(self._prompts(prompts, sampling_params), adapter)
+        return await self._complete(self._prompts(prompts, sampling_params, options))
 
     async def chat(
-        self, messages: Sequence[Message] | Sequence[Sequence[Message]], sampling_params: Params = None, *, tools: Tools = None,
-        tool_choice: ToolChoice = None, adapter: str | None = None, **template: Any,
-    ) -> list[RequestOutput]:  # fmt: skip
+        self, messages: Chats, sampling_params: Params = None, *, tools: Tools = None, tool_choice: ToolChoice = None, **more: Any
+    ) -> list[RequestOutput]:
         """As LLM.chat."""
-        return await self._complete(self._chats(messages, sampling_params, tools, tool_choice, template), adapter)
+        return await self._complete(self._chats(messages, sampling_params, tools, tool_choice, more))
 
     async def stream(
         self, prompt: Prompt | Sequence[Message], sampling_params: SamplingParams | None = None, *, tools: Tools = None,
-        tool_choice: ToolChoice = None, adapter: str | None = None, **template: Any,
+        tool_choice: ToolChoice = None, **more: Any,
     ) -> AsyncIterator[RequestOutput]:  # fmt: skip
         """As LLM.stream; closing the iterator or cancelling its task aborts the request."""
-        request = self._request(prompt, sampling_params, tools, tool_choice, template)
-        news = self.async_engine.stream(request.ids, request.params, adapter=adapter, **request.options)
+        request = self._request(prompt, sampling_params, tools, tool_choice, more)
+        news = self.async_engine.stream(request.ids, request.params, **request.options)
         async with contextlib.aclosing(cast(Any, news)):
             async for output in news:
                 yield output
@@ -395,19 +397,18 @@ class AsyncLLM(_Opened):
                     raise output.error
 
     async def embed(
-        self, prompts: Prompt | Sequence[Prompt], pooling_params: PoolingParams | None = None, *, adapter: str | None = None
+        self, prompts: Prompts, pooling_params: PoolingParams | None = None, **options: Unpack[Options]
     ) -> list[RequestOutput]:
         """As LLM.embed."""
-        return await self._complete(self._pooled(prompts, pooling_params), adapter)
+        return await self._complete(self._pooled(prompts, pooling_params, options))
 
-    async def loglikelihood(self, pairs: Sequence[tuple[str, str]], *, adapter: str | None = None) -> list[tuple[float, bool]]:
+    async def loglikelihood(self, pairs: Sequence[tuple[str, str]], **options: Unpack[Options]) -> list[tuple[float, bool]]:
         """As LLM.loglikelihood."""
-        return [likelihood(output) for output in await self._complete([self._scored(pair) for pair in pairs], adapter)]
+        return [likelihood(output) for output in await self._complete(_with([self._scored(pair) for pair in pairs], options))]
 
-    async def _complete(self, requests: Sequence[_Request], adapter: str | None) -> list[RequestOutput]:
+    async def _complete(self, requests: Sequence[_Request]) -> list[RequestOutput]:
         run = self.async_engine.generate
-        answers = (run(request.ids, request.params, adapter=adapter, **request.options) for request in requests)
-        tasks = [asyncio.ensure_future(answer) for answer in answers]
+        tasks = [asyncio.ensure_future(run(request.ids, request.params, **request.options)) for request in requests]
         try:
             return _checked(list(await asyncio.gather(*tasks)))
         finally:
@@ -419,6 +420,24 @@ def _check_prompt(prompt: object) -> None:
     if not hasattr(prompt, "__len__") or isinstance(prompt, Mapping):
         message = f"prompts must be a text, a list of token ids, or a list of these, not {type(prompt).__name__}"
         raise InvalidRequestError(message, param="prompt")
+
+
+def _with(requests: Sequence[_Request], options: Mapping[str, Any]) -> list[_Request]:
+    """The requests with Options that were given for all or for each."""
+    if unknown := options.keys() - Options.__annotations__:
+        raise TypeError(f"there is no argument {min(unknown)!r}; there are {', '.join(Options.__annotations__)}")
+    for name, value in options.items():
+        key, each = "client_id" if name == "request_id" else name, _each(name, value, len(requests))
+        requests = [r._replace(options={**r.options, key: one}) for r, one in zip(requests, each, strict=True)]
+    return list(requests)
+
+
+def _each(name: str, value: Any, count: int) -> list[Any]:
+    each = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value] * count
+    if len(each) != count:
+        message = f"{count} prompts came with {len(each)} {name}; give one for all or one for each"
+        raise InvalidRequestError(message, param=name)
+    return each
 
 
 def _forced(request: _Request, schema: Mapping[str, Any]) -> _Request:

@@ -99,8 +99,10 @@ class Engine:
             raise InvalidRequestError("a beam search has nothing to stream: its outputs are chosen at the end", param="stream")
         if stream and params is not None and params.ranked:
             raise InvalidRequestError("best_of can't be streamed: which outputs are best is known at the end", param="best_of")
-        request = self.intake.request(self._count + 1, prompt_ids, params, priority, cache_salt, pooling, score_from, adapter)
-        request.stream, request.client_id = stream, client_id
+        request = self.intake.request(
+            self._count + 1, prompt_ids, params, client_id, priority, cache_salt, pooling, score_from, adapter
+        )
+        request.stream = stream
         if reader is not None:
             request.read_with(reader)
         self.stats.prompt_tokens += len(request.prompt_ids)

@@ -44,14 +44,15 @@ class Intake:
         return self._grammars.matcher(*StructuredOutputs.of(params.structured_outputs).spec, self._end_ids(params))
 
     def request(
-        self, number: int, prompt_ids: Sequence[int], params: SamplingParams | None, priority: int, salt: str,
-        pooling: PoolingParams | None, score_from: int, adapter: str | None, seed: int | None = None,
+        self, number: int, prompt_ids: Sequence[int], params: SamplingParams | None, client_id: str | None,
+        priority: int, salt: str, pooling: PoolingParams | None, score_from: int, adapter: str | None, seed: int | None = None,
     ) -> Request:  # fmt: skip
         """The request `number`, which nobody knows yet. seed: where the parameters have none. Raises InvalidRequestError,
         ContextLengthError, CapacityError or UnsupportedError."""
-        for name, value, kind in (("priority", priority, int), ("cache_salt", salt, str)):
+        name = "" if client_id is None else client_id
+        for param, value, kind in (("priority", priority, int), ("cache_salt", salt, str), ("request_id", name, str)):
             if type(value) is not kind:
-                raise InvalidRequestError(f"{name} must be of type {kind.__name__}, not {value!r:.80}", param=name)
+                raise InvalidRequestError(f"{param} must be of type {kind.__name__}, not {value!r:.80}", param=param)
         ids = self._check_prompt(prompt_ids)
         pool = None if pooling is None else self._pool(pooling, params, len(ids))
         params = SamplingParams(temperature=0.0, max_tokens=0) if pool is not None else params or SamplingParams()
@@ -62,7 +63,7 @@ class Intake:
         params.of_each_beam().check_supported(capabilities.sampling, self.model.backend.name, capabilities.unsupported)
         max_tokens = self._check_length(len(ids), params.max_tokens)
         request = self._build(number, ids, params, max_tokens, priority, salt, pool, score_from, self._adapter(adapter), seed)
-        request.salt, request.adapter = salt, adapter
+        request.client_id, request.salt, request.adapter = client_id, salt, adapter
         return request
 
     def _adapter(self, name: str | None) -> Adapter | None:

@@ -103,8 +103,8 @@ def import_state(
         params["logit_bias"] = {int(token): bias for token, bias in params["logit_bias"].items()}
     rows = list(_logprobs(arrays, "prompt", vocab, tokenizer))
     request = build(
-        said["prompt"], SamplingParams(**{**params, "max_tokens": said["max_tokens"]}), said["priority"], said["salt"],
-        None, rows.count(None), said["adapter"], said["seed"],
+        said["prompt"], SamplingParams(**{**params, "max_tokens": said["max_tokens"]}), said["client_id"], said["priority"],
+        said["salt"], None, rows.count(None), said["adapter"], said["seed"],
     )  # fmt: skip
     if reader is not None:
         request.read_with(reader)
@@ -114,8 +114,7 @@ def import_state(
     same = said["adapter_fingerprint"] == getattr(first.adapter, "fingerprint", None)
     _expect(same, f"the adapter {said['adapter']!r} has other numbers here")
     _expect(first.scored <= first.score_end and said["started"] in (1, count), "it is not as far as it says")
-    _expect(isinstance(said["client_id"], str | None), "client_id must be a text or None")
-    request.started, request.stream, request.client_id = said["started"], said["stream"] is True, said["client_id"]
+    request.started, request.stream = said["started"], said["stream"] is True
     first.fork_at = first.fork_at if request.started < count else 0
     for completion, last, pages in zip(request.completions, said["last_tokens"], said["pages"], strict=True):
         _replay(request, completion, arrays, vocab, tokenizer)
