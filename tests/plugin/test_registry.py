@@ -107,6 +107,25 @@ def test_o50_the_version_before_runs_unchanged_with_a_warning_that_says_what_it_
         assert not hasattr(old, "embed") or refuses_embeddings(old)
 
 
+@pytest.mark.faults
+@pytest.mark.parametrize("field", [{"typical_p": 0.9}, {"top_n_sigma": 1.5}, {"xtc_probability": 0.5}])
+def test_o50_sampling_parameters_younger_than_the_plugin_are_refused_by_name(site, tmp_path, field):
+    fake_plugins.install(site, "oldchip", "from old_chip import trivium_backend")
+    model = str(make_checkpoint(tmp_path / "model", "llama"))
+    with pytest.warns(DeprecationWarning, match="later sampling parameters"):
+        old = LLM(model, "oldchip", progress=False, num_kv_blocks=20)
+    known = SamplingParams(
+        temperature=0.9, top_k=9, top_p=0.9, min_p=0.01, seed=3, repetition_penalty=1.1, presence_penalty=0.1, bad_words=["x"],
+        frequency_penalty=0.1, logit_bias={7: 1.0}, max_tokens=5, min_tokens=1, ignore_eos=True, logprobs=1, prompt_logprobs=1,
+    )  # fmt: skip
+    with old, LLM(model, "reference", progress=False, num_kv_blocks=20) as new:
+        with pytest.raises(UnsupportedError, match=f"oldchip can't do {next(iter(field))}") as refusal:
+            old.generate([[5, 6, 7]], SamplingParams(temperature=1.0, **field))
+        assert refusal.value.param == next(iter(field))
+        assert old.generate([[5, 6, 7]], known)[0].outputs == new.generate([[5, 6, 7]], known)[0].outputs
+        new.generate([[5, 6, 7]], SamplingParams(temperature=1.0, **field))
+
+
 def refuses_embeddings(llm):
     with pytest.raises(UnsupportedError, match="oldchip"):
         llm.embed([[5, 6, 7]])

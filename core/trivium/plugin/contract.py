@@ -73,7 +73,7 @@ class Capabilities:
     sampling: frozenset[str] | None = None
     """Sampling parameters it handles; None: all. A request using another is refused at the door. The names: temperature, seed,
     top_k, top_p, min_p, typical_p, top_n_sigma, xtc_probability, repetition_penalty, presence_penalty, frequency_penalty,
-    logit_bias, allowed_token_ids, bad_words, min_tokens, logprobs, prompt_logprobs."""
+    logit_bias, allowed_token_ids, bad_words, min_tokens, logprobs, prompt_logprobs, structured_outputs."""
     asynchronous: bool = False
     """run() returns before the step is done: the next step is then planned and its arrays built meanwhile. Whatever the session is
     asked for afterwards must take effect after the step, as steps do among themselves."""

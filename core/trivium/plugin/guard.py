@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from types import UnionType
 from typing import Any
 
@@ -11,6 +12,12 @@ from trivium.errors import PluginError, ProgramError, TriviumError
 from trivium.ops import Pattern
 from trivium.ops.patterns import trace
 from trivium.plugin.contract import Backend, Capabilities, Device, Kernel, WeightFormat
+
+_VERSION_1 = frozenset((
+    "temperature", "seed", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias",
+    "allowed_token_ids", "bad_words", "min_tokens", "logprobs", "prompt_logprobs", "structured_outputs",
+))  # fmt: skip
+"""What "all" sampling parameters were to a plugin of version 1: its sampler reads no other columns of SampleInputs."""
 
 
 @contextlib.contextmanager
@@ -33,13 +40,14 @@ def expect(kind: type | UnionType, value: Any, what: str) -> Any:
 
 
 def capabilities_of(backend: Backend, device: Device) -> Capabilities:
-    """backend.capabilities(device) without a lie that the core would stumble over later; PluginError otherwise."""
+    """backend.capabilities(device) without a lie that the core would stumble over later; PluginError otherwise.
+    "All" means what it meant in the version of the contract that the backend was written for."""
     with blame(f"backend {backend.name!r}: capabilities()"):
         can: Capabilities = expect(Capabilities, backend.capabilities(device), f"backend {backend.name!r}: capabilities()")
         fault = _fault(can)
     if fault:
         raise PluginError(f"backend {backend.name!r}: capabilities() {fault}")
-    return can
+    return replace(can, sampling=_VERSION_1) if backend.api_version < 2 and can.sampling is None else can
 
 
 def _fault(can: Any) -> str:

@@ -22,7 +22,7 @@ from trivium.plugin.guard import blame
 from trivium.plugin.hooks import PROJECT, Hooks
 
 OLDEST_API_VERSION = max(1, API_VERSION - 1)
-_LACKS = "embeddings and adapters are refused on it, and it captures no graphs"
+_LACKS = "embeddings, adapters and later sampling parameters are refused on it, and it captures no graphs"
 """What a plugin of the oldest version can't do: it is never shown what is new."""
 PROBE_SECONDS = 60.0
 """A probe that takes longer is given up."""
