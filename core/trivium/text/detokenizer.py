@@ -4,20 +4,10 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Set
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-
-class Spelling(Protocol):
-    """What a Detokenizer needs to know of a tokenizer."""
-
-    strips_leading_space: bool
-
-    @property
-    def special_ids(self) -> Set[int]:
-        """Ids that are hidden from the reader by default."""
-
-    def token_bytes(self, token_id: int) -> bytes:
-        """UTF-8 bytes of one token; a token may hold part of a character."""
+if TYPE_CHECKING:
+    from trivium.text.tokenizer import Tokenizer
 
 
 class Detokenizer:
@@ -27,7 +17,7 @@ class Detokenizer:
     become U+FFFD, once for each maximal broken piece (Unicode standard, 3.9, as Python's `errors="replace"`).
     """
 
-    def __init__(self, tokenizer: Spelling, *, skip_special_tokens: bool = True) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
         self._hidden: Set[int] = tokenizer.special_ids if skip_special_tokens else frozenset()
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")

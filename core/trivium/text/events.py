@@ -79,15 +79,14 @@ def joined(events: Iterable[Event], kind: type[ContentDelta] | type[ReasoningDel
 def tool_calls(events: Iterable[Event]) -> tuple[ToolCall, ...]:
     """The calls in `events`, in order of index."""
     calls: dict[int, ToolCall] = {}
-    pieces: dict[int, list[str]] = {}
-    for event in events:
-        if not isinstance(event, CallStart | CallArguments | CallEnd):
-            continue
-        call = calls.setdefault(event.index, ToolCall(event.index, "", "", "", False))
+    for event in merge(event for event in events if isinstance(event, CallStart | CallArguments | CallEnd)):
+        assert isinstance(event, CallStart | CallArguments | CallEnd)
+        call = calls.get(event.index, ToolCall(event.index, "", "", "", False))
         if isinstance(event, CallStart):
-            calls[event.index] = replace(call, id=event.id, name=event.name)
-        elif isinstance(event, CallEnd):
-            calls[event.index] = replace(call, complete=True)
+            call = replace(call, id=event.id, name=event.name)
+        elif isinstance(event, CallArguments):
+            call = replace(call, arguments=call.arguments + event.text)
         else:
-            pieces.setdefault(event.index, []).append(event.text)
-    return tuple(replace(call, arguments="".join(pieces.get(i, ()))) for i, call in sorted(calls.items()))
+            call = replace(call, complete=True)
+        calls[event.index] = call
+    return tuple(call for _, call in sorted(calls.items()))

@@ -14,8 +14,9 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence, Set
 from concurrent.futures import Future
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +26,8 @@ from trivium.ops.batch import id_mask
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
+
+    from trivium.text.tokenizer import Tokenizer
 
 Mask = npt.NDArray[np.uint32]
 CACHED = 64
@@ -48,24 +51,14 @@ it can't be ended. Returns it as llguidance's dialect of Lark. no_forcing: where
 are allowed, not just those that the tokenizer would choose, so that other limits on tokens leave as much as there is."""
 
 
-class Vocabulary(Protocol):
-    """What grammars need to know of a tokenizer."""
-
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def special_ids(self) -> Set[int]: ...
-    def token_bytes(self, token_id: int) -> bytes: ...
-
-
 class Grammars:
     """The grammars of one tokenizer. Any thread may ask; of equal grammars that are asked for at a time one is compiled.
 
     vocab_size: ids that can be sampled. eos_ids: the model's own end tokens.
     """
 
-    def __init__(self, tokenizer: Vocabulary, vocab_size: int, eos_ids: Set[int]) -> None:
-        self._vocabulary = tokenizer
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: Set[int]) -> None:
+        self._source = tokenizer
         self._vocab_size = vocab_size
         self._eos_ids = eos_ids
         self._lock, self._building = threading.Lock(), threading.Lock()
@@ -95,7 +88,8 @@ class Grammars:
         if isinstance(compiled, str):
             message = f"structured_outputs: this {kind} can't be used: {compiled}"
             raise InvalidRequestError(message, param="structured_outputs")
-        return Matcher(compiled.deep_copy(), self._texts, self._mask(end_ids), end_ids, lambda: self._forget(spec))
+        ends = self._mask(end_ids)
+        return Matcher(compiled.deep_copy(), self._texts & ~ends, ends, end_ids, lambda: self._forget(spec))
 
     def _mask(self, ids: Set[int]) -> Mask:
         return id_mask([i for i in ids if i < self._vocab_size], self._vocab_size)
@@ -120,22 +114,22 @@ class Grammars:
     def _tokens(self) -> LLTokenizer:
         with self._building:
             if self._tokenizer is None:
-                self._tokenizer = _tokenizer(self._vocabulary, self._vocab_size, self._eos_ids)
+                self._tokenizer = _trie(self._source, self._vocab_size, self._eos_ids)
             return self._tokenizer
 
 
+@dataclass
 class Matcher:
-    """Where one output stands in its grammar. `texts`: ids but the model's end tokens; `ends`: those of `end_ids`. `retire` is
-    called when the library fails: what it has made of the grammar, which all copies share, may be full or broken."""
+    """Where one output stands in its grammar. _texts: ids that end nothing; _ends: those of _end_ids. _retire is called when the
+    library fails: what it has made of the grammar, which all copies share, may be full or broken. complete: the text has ended, no
+    token may follow."""
 
-    def __init__(self, inner: LLMatcher, texts: Mask, ends: Mask, end_ids: Set[int], retire: Callable[[], None]) -> None:
-        self.complete = False
-        """The text has ended: no token may follow."""
-        self._inner = inner
-        self._retire = retire
-        self._end_ids = end_ids
-        self._ends = ends
-        self._texts = texts & ~ends
+    _inner: LLMatcher
+    _texts: Mask
+    _ends: Mask
+    _end_ids: Set[int]
+    _retire: Callable[[], None]
+    complete: bool = False
 
     def accept(self, token: int) -> None:
         """Takes a token that the mask allowed; InvalidRequestError for another."""
@@ -155,7 +149,7 @@ class Matcher:
     def masks_ahead(self, drafts: Iterable[int]) -> list[Mask]:
         """The masks behind drafts[0], drafts[1] and so on; the list ends early where the grammar forbids a draft, ends with it, or
         hits its limits, which is raised when, and only when, those drafts have come true. Nothing changes here."""
-        twin, masks = self._copy(), list[Mask]()
+        twin, masks = replace(self, _inner=self._inner.deep_copy()), list[Mask]()
         with contextlib.suppress(InvalidRequestError):
             for token in drafts:
                 twin.accept(token)
@@ -163,11 +157,6 @@ class Matcher:
                     break
                 masks.append(twin.mask())
         return masks
-
-    def _copy(self) -> Matcher:
-        twin = object.__new__(Matcher)
-        twin.__dict__.update(self.__dict__, _inner=self._inner.deep_copy())
-        return twin
 
     def _check(self) -> None:
         if self._inner.is_error():
@@ -194,12 +183,12 @@ def _rules(kind: str, text: str) -> str:
     return text
 
 
-def _tokenizer(vocabulary: Vocabulary, vocab_size: int, eos_ids: Set[int]) -> LLTokenizer:
+def _trie(tokenizer: Tokenizer, vocab_size: int, eos_ids: Set[int]) -> LLTokenizer:
     """The trie of all tokens: a tenth of a second for 49,152 of them, and their bytes as long again."""
     from llguidance import LLTokenizer, TokenizerWrapper
 
     ends = sorted(i for i in eos_ids if i < vocab_size)
-    tokens: Sequence[bytes] = [vocabulary.token_bytes(i) for i in range(vocab_size)]
+    tokens: Sequence[bytes] = [tokenizer.token_bytes(i) for i in range(vocab_size)]
     parts = {"eos_token_id": ends[0] if ends else None, "bos_token_id": None, "tokens": tokens}
-    wrapper = TokenizerWrapper(SimpleNamespace(**parts, special_token_ids=sorted(vocabulary.special_ids)))
+    wrapper = TokenizerWrapper(SimpleNamespace(**parts, special_token_ids=sorted(tokenizer.special_ids)))
     return LLTokenizer(wrapper, eos_token=ends or None)

@@ -18,11 +18,11 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from typing import Any
 
 from trivium.text.events import CallArguments, CallEnd, CallStart, ContentDelta, Event, ReasoningDelta, merge
-from trivium.text.syntaxes import ARGUMENTS, CallForm, ReasoningSyntax, Schemas, ToolSyntax, is_name
+from trivium.text.syntaxes import ARGUMENTS, CallForm, Convert, ReasoningSyntax, Schemas, ToolSyntax, is_name
 
 MAX_HEAD = 256
 _KEYS = frozenset({"", "name", "id", "type", "function", *ARGUMENTS})
@@ -147,7 +147,7 @@ class OutputParser:
         if form.bare:
             self._back.append(self._held.pop())
         if form.convert is not None:
-            return (yield from self._converted(form))
+            return (yield from self._converted(form, form.convert))
         listed, whole = (yield from self._match("[")), False
         while (yield from self._match("{", skip=",;" if whole else "")):
             whole = yield from self._object(form)
@@ -213,19 +213,16 @@ class OutputParser:
 
     def _settle(self, raw: str, index: int | None, form: CallForm) -> bool:
         """The object is closed: the end of a call, if it is JSON. A wrapper that did not show its name in time is read now."""
-        try:
-            value = json.loads(raw)
-            name, arguments = ("", "") if index is not None else _unwrap(value)
-        except (ValueError, TypeError, KeyError, RecursionError):
-            return False
         if index is None:
-            if not is_name(name) or (form.bare and name not in self._schemas):
-                return False
-            index = self._start(name, arguments)
+            return self._emit(form, _unwrap, raw)
+        try:
+            json.loads(raw)
+        except (ValueError, RecursionError):
+            return False
         self._end(index)
         return True
 
-    def _converted(self, form: CallForm) -> _Reads:
+    def _converted(self, form: CallForm, convert: Convert) -> _Reads:
         """Calls whose arguments are not written as JSON: read whole, up to the closing marker or bracket, and converted."""
         if form.begin and not (yield from self._match(form.begin)):
             return False
@@ -238,13 +235,13 @@ class OutputParser:
             if form.bare and not (walk.step(char) and (walk.calls or char.isalnum() or char.isspace() or char in "_.[")):
                 return False
             if (form.bare and walk.depth == 0) or tail == close:
-                return self._emit(form, "".join(pieces)[: -len(close) or None])
+                return self._emit(form, convert, "".join(pieces)[: -len(close) or None])
         return False
 
-    def _emit(self, form: CallForm, body: str) -> bool:
-        assert form.convert is not None
+    def _emit(self, form: CallForm, convert: Convert, body: str) -> bool:
+        """The calls that `convert` reads in `body`, all at once; False: they are none."""
         try:
-            calls = [(name, _dumps(arguments)) for name, arguments in form.convert(body, self._schemas)]
+            calls = [(name, _dumps(arguments)) for name, arguments in convert(body, self._schemas)]
         except (ValueError, TypeError, KeyError, IndexError, SyntaxError, RecursionError, MemoryError):
             return False
         if not calls or not all(is_name(name) and (not form.bare or name in self._schemas) for name, _ in calls):
@@ -307,11 +304,12 @@ class Walk:
         return char >= " "
 
 
-def _unwrap(value: Mapping[str, Any]) -> tuple[str, str]:
-    """Name and arguments of {"name": …, "arguments": …}, also inside {"function": …}; arguments may be text, null or left out."""
+def _unwrap(body: str, schemas: Schemas) -> list[tuple[str, Any]]:
+    """The call {"name": …, "arguments": …}, also inside {"function": …}; arguments may be text, null or left out."""
+    value = json.loads(body)
     inner = value["function"] if isinstance(value.get("function"), dict) else value
     arguments = next((inner[key] for key in ARGUMENTS if key in inner), None)
-    return inner["name"], _dumps(json.loads(arguments) if isinstance(arguments, str) else arguments or {})
+    return [(inner["name"], json.loads(arguments) if isinstance(arguments, str) else arguments or {})]
 
 
 def _dumps(arguments: Any) -> str:

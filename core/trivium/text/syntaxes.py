@@ -86,29 +86,23 @@ class _Literals(ast.NodeTransformer):
         return ast.Constant({"true": True, "false": False, "null": None}[node.id])
 
 
-def _tagged(body: str, schemas: Schemas) -> Iterator[tuple[str, dict[str, Any]]]:
-    """<function=NAME><parameter=KEY>VALUE</parameter>…</function> (Qwen3-Coder)."""
-    head, *parts = body.strip().removesuffix("</function>").split("<parameter=")
-    name = head.strip().removeprefix("<function=").removesuffix(">").strip()
-    pairs = [part.partition(">")[::2] for part in parts]
-    yield name, {key.strip(): _typed(_until(value, "</parameter>"), schemas, name, key.strip()) for key, value in pairs}
+def _tagged(
+    body: str, schemas: Schemas, *, opens: str = "<parameter=", middle: str = ">", closes: str = "</parameter>"
+) -> Iterator[tuple[str, dict[str, Any]]]:  # fmt: skip
+    """A name and tagged values: <function=NAME><parameter=KEY>VALUE</parameter>…</function> (Qwen3-Coder), or with other tags.
+    `middle` is a pattern. The line breaks on either side of a value are not part of it."""
+    head, *parts = body.strip().removesuffix("</function>").split(opens)
+    name, arguments = head.strip().removeprefix("<function=").removesuffix(">").strip(), {}
+    for part in parts:
+        key, text = re.split(middle, part, maxsplit=1)
+        value, found, _ = text.rpartition(closes)
+        if not found:
+            raise ValueError(f"{closes} is missing")
+        arguments[key.strip()] = _typed(value.removeprefix("\n").removesuffix("\n"), schemas, name, key.strip())
+    yield name, arguments
 
 
-def _keyed(body: str, schemas: Schemas) -> Iterator[tuple[str, dict[str, Any]]]:
-    """NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>… (GLM 4.5)."""
-    head, *parts = body.split("<arg_key>")
-    name = head.strip()
-    pairs = [part.partition("</arg_key>")[::2] for part in parts]
-    values = {key.strip(): _until(value.lstrip().removeprefix("<arg_value>"), "</arg_value>") for key, value in pairs}
-    yield name, {key: _typed(value, schemas, name, key) for key, value in values.items()}
-
-
-def _until(text: str, close: str) -> str:
-    """The value before the last `close`, without the line break on either side."""
-    value, found, _ = text.rpartition(close)
-    if not found:
-        raise ValueError(f"{close} is missing")
-    return value.removeprefix("\n").removesuffix("\n")
+_keyed = partial(_tagged, opens="<arg_key>", middle=r"</arg_key>\s*<arg_value>", closes="</arg_value>")
 
 
 def _typed(value: str, schemas: Schemas, name: str, key: str) -> Any:
@@ -132,9 +126,15 @@ def _quoted(body: str, schemas: Schemas, *, quote: str) -> Iterator[tuple[str, d
     yield name.strip(), json.loads("".join(part for pair in zip(plain, texts, strict=True) for part in pair))
 
 
+def _between(opens: str, closes: str, quote: str) -> ToolSyntax:
+    form = CallForm(opens, (closes,), convert=partial(_quoted, quote=quote), begin="call:")
+    return ToolSyntax((opens,), (form,), tokens=(quote,))
+
+
 _HARMONY = ("<|channel|>", "<|start|>assistant<|channel|>")
 _HARMONY_DROPS = (*(f"{a}{b}<|message|>" for a in _HARMONY for b in ("final", "commentary")), "<|end|>", "<|return|>")
-_NAME = r"\s*([\w.:/-]+)"
+_MISTRAL_HEAD = r"\s*([\w.:/-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*"
+_DEEPSEEK_HEAD = r"(?:function<｜tool▁sep｜>)?\s*([\w.:/-]+)\s*(?:<｜tool▁sep｜>|```json)?\s*"
 _JSON = CallForm("{", bare=True)
 _LIST = CallForm("[", convert=_pythonic, bare=True)
 TOOLS: Mapping[str, ToolSyntax] = {
@@ -144,56 +144,33 @@ TOOLS: Mapping[str, ToolSyntax] = {
             CallForm(f"{start} to=functions.", ("<|call|>", "<|end|>"), r"([^\s<]+)[^{]*<\|message\|>\s*")
             for start in (*(f"{prefix}commentary" for prefix in _HARMONY), "<|start|>assistant")
         ),
-        _HARMONY_DROPS,
-        ("<|constrain|>", "<|message|>"),
+        _HARMONY_DROPS, ("<|constrain|>", "<|message|>"),
     ),
     "qwen3_coder": ToolSyntax(("<function=",), (CallForm("<tool_call>", ("</tool_call>",), convert=_tagged, begin="<function="),)),
     "glm": ToolSyntax(("<arg_key>",), (CallForm("<tool_call>", ("</tool_call>",), convert=_keyed),), tokens=("<arg_key>",)),
     "hermes": ToolSyntax(("<tool_call>",), (CallForm("<tool_call>", ("</tool_call>",)),)),
-    "mistral": ToolSyntax(
-        ("[TOOL_CALLS]",),
-        (CallForm("[TOOL_CALLS]", head=_NAME + r"(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*"),),
-        tokens=("[CALL_ID]", "[ARGS]"),
-    ),
+    "mistral": ToolSyntax(("[TOOL_CALLS]",), (CallForm("[TOOL_CALLS]", head=_MISTRAL_HEAD),), tokens=("[CALL_ID]", "[ARGS]")),
     "deepseek": ToolSyntax(
-        ("<｜tool▁call▁begin｜>",),
-        (
-            CallForm(
-                "<｜tool▁call▁begin｜>",
-                ("```", "<｜tool▁call▁end｜>"),
-                rf"(?:function<｜tool▁sep｜>)?{_NAME}\s*(?:<｜tool▁sep｜>|```json)?\s*",
-            ),
-        ),
-        ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
-        ("<｜tool▁sep｜>",),
+        ("<｜tool▁call▁begin｜>",), (CallForm("<｜tool▁call▁begin｜>", ("```", "<｜tool▁call▁end｜>"), _DEEPSEEK_HEAD),),
+        ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"), ("<｜tool▁sep｜>",),
     ),
-    "functiongemma": ToolSyntax(
-        ("<start_function_call>",),
-        (CallForm("<start_function_call>", ("<end_function_call>",), "", partial(_quoted, quote="<escape>"), "call:"),),
-        tokens=("<escape>",),
-    ),
-    "gemma4": ToolSyntax(
-        ("<|tool_call>",),
-        (CallForm("<|tool_call>", ("<tool_call|>",), "", partial(_quoted, quote='<|"|>'), "call:"),),
-        tokens=('<|"|>',),
-    ),
+    "functiongemma": _between("<start_function_call>", "<end_function_call>", "<escape>"),
+    "gemma4": _between("<|tool_call>", "<tool_call|>", '<|"|>'),
     "granite": ToolSyntax(("<|tool_call|>", "<|tool|>"), (CallForm("<|tool_call|>", ("<|/tool_call|>",)),)),
     "pythonic": ToolSyntax(("<|python_start|>",), (CallForm("<|python_start|>", ("<|python_end|>",), convert=_pythonic), _LIST)),
     "llama3": ToolSyntax(("<|python_tag|>",), (CallForm("<|python_tag|>"), _JSON)),
     "gemma": ToolSyntax(("Gemma2For", "Gemma3For"), (CallForm("```tool_code", ("```",), convert=_pythonic), _LIST, _JSON)),
     "json": ToolSyntax((), (_JSON, CallForm("[", bare=True))),
-}
+}  # fmt: skip
 """By name, the surest sign first. "json": calls as bare JSON, for models whose template says nothing of calls."""
 _THINK = ReasoningSyntax(("<think>",), ("<think>",), ("</think>",))
 REASONING: Mapping[str, ReasoningSyntax] = {
     "harmony": ReasoningSyntax(
-        ("<|channel|>", "GptOss"), tuple(f"{prefix}analysis<|message|>" for prefix in _HARMONY), ("<|end|>",), True, _HARMONY_DROPS
+        ("<|channel|>", "GptOss"), tuple(f"{prefix}analysis<|message|>" for prefix in _HARMONY), ("<|end|>",), True, _HARMONY_DROPS,
     ),
     "granite": ReasoningSyntax(
-        ("Here is my thought process", "<response>"),
-        ("Here is my thought process:", "Here's my thought process:", "<think>"),
-        ("Here is my response:", "Here's my response:", "</think>"),
-        drops=("<response>", "</response>"),
+        ("Here is my thought process", "<response>"), ("Here is my thought process:", "Here's my thought process:", "<think>"),
+        ("Here is my response:", "Here's my response:", "</think>"), drops=("<response>", "</response>"),
     ),
     "gemma4": ReasoningSyntax(("<|channel>",), ("<|channel>thought",), ("<channel|>",), True),
     "mistral": ReasoningSyntax(("[THINK]",), ("[THINK]",), ("[/THINK]",)),
@@ -201,7 +178,7 @@ REASONING: Mapping[str, ReasoningSyntax] = {
     "think": _THINK,
     "deepseek_r1": _THINK,
     "qwen3": _THINK,
-}
+}  # fmt: skip
 """By name, the surest sign first."""
 _Syntax = TypeVar("_Syntax", ToolSyntax, ReasoningSyntax)
 

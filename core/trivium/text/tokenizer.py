@@ -77,11 +77,8 @@ class Tokenizer:
             ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         except (UnicodeEncodeError, TypeError) as error:
             place = next((i for i, char in enumerate(text) if "\ud800" <= char <= "\udfff"), 0)
-            raise InvalidRequestError(
-                f"the text is not valid Unicode: character {place} is half of a surrogate pair ({text[place]!a}); "
-                "replace it, for example by U+FFFD",
-                param="prompt",
-            ) from error
+            message = f"the text is not valid Unicode: character {place} is half of a surrogate pair ({text[place]!a}); replace it"
+            raise InvalidRequestError(message, param="prompt") from error
         if add_special_tokens and self._adds_bos and ids[:2] == [self.bos_id] * 2:
             return ids[1:]
         return ids
@@ -142,11 +139,10 @@ class Tokenizer:
 
         source = self.template_source(template, with_tools)
         if source is None:
-            raise TemplateError(
-                "the model has no chat template, so it may not be made for chat: give it plain text (generate), "
-                "or pass a Jinja chat template",
-                param="chat_template",
+            message = (
+                "the model has no chat template, perhaps it is not made for chat: generate from plain text, or pass a template"
             )
+            raise TemplateError(message, param="chat_template")
         if source not in self._compiled:
             compiled = ChatTemplate(source)
             self._compiled = dict([*self._compiled.items(), (source, compiled)][-8:])

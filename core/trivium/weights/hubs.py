@@ -56,7 +56,7 @@ def needed_files(files: Sequence[str], repository: str, file: str | None) -> lis
 
 def fetch_hugging_face(name: str, cache: Path | None, progress: bool) -> Path:
     """Downloads into Hugging Face's own cache (or `cache`); returns the folder or .gguf file there. Works offline later on."""
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
     class Bar(tqdm):  # type: ignore[misc]
@@ -65,7 +65,12 @@ def fetch_hugging_face(name: str, cache: Path | None, progress: bool) -> Path:
 
     repository, file = split_repository(name)
     try:
-        listed = _list_hugging_face(repository)
+        try:
+            listed = [f.rfilename for f in HfApi().model_info(repository).siblings or []]
+        except RepositoryNotFoundError:
+            raise
+        except Exception:  # the client passes on whatever its transport raises when the hub can't be reached
+            listed = []
         wanted = needed_files(listed, repository, file) if listed else None
         options: dict[str, Any] = {"tqdm_class": Bar} if listed else {"local_files_only": True}
         folder = Path(snapshot_download(repository, cache_dir=cache, allow_patterns=wanted, **options))
@@ -78,19 +83,6 @@ def fetch_hugging_face(name: str, cache: Path | None, progress: bool) -> Path:
     if wanted and len(wanted) == 1:
         file = wanted[0]
     return folder / file if file else folder
-
-
-def _list_hugging_face(repository: str) -> list[str] | None:
-    """The repository's files, or None if the hub can't be reached."""
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import RepositoryNotFoundError
-
-    try:
-        return [f.rfilename for f in HfApi().model_info(repository).siblings or []]
-    except RepositoryNotFoundError:
-        raise
-    except Exception:  # the client passes on whatever its transport raises
-        return None
 
 
 def fetch_modelscope(name: str, into: Path, progress: bool, *, base: str = MODELSCOPE) -> None:
