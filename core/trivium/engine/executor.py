@@ -1,8 +1,8 @@
-"""The seam between the engine and whatever runs its batches. In-process here; a remote one offers the same attributes."""
+"""The seam between the engine and whatever runs its batches. In-process here; a remote one has its own Session and Executable."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from dataclasses import dataclass
 
 from trivium.engine.adapters import Adapters
 from trivium.kv import Layout
@@ -10,8 +10,9 @@ from trivium.ops import KVSpec
 from trivium.plugin.contract import Backend, Capabilities, Executable, Session
 
 
-class Model(Protocol):
-    """What the engine needs of a loaded model (engine.loader.Loaded has it), its page pool allocated.
+@dataclass(frozen=True)
+class Model:
+    """What the engine needs of a loaded model, its page pool allocated.
 
     num_pages: pages of the pool that Session.kv_store() made for kv_spec. vocab_size: ids from 0 that are accepted and sampled.
     max_model_len: tokens of prompt and output together. eos_ids end an output unless ignore_eos. fingerprint: identity of
@@ -19,29 +20,16 @@ class Model(Protocol):
     hidden_size: width of the Program's output "hidden", 0 if it has none. lora: its adapters, None if it was loaded without.
     """
 
-    @property
-    def backend(self) -> Backend: ...
-    @property
-    def capabilities(self) -> Capabilities: ...
-    @property
-    def session(self) -> Session: ...
-    @property
-    def executable(self) -> Executable: ...
-    @property
-    def kv_spec(self) -> KVSpec: ...
-    @property
-    def num_pages(self) -> int: ...
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def max_model_len(self) -> int: ...
-    @property
-    def eos_ids(self) -> frozenset[int]: ...
-    @property
-    def fingerprint(self) -> str: ...
-    @property
-    def lora(self) -> Adapters | None: ...
-    @property
-    def hidden_size(self) -> int: ...
-    @property
-    def layout(self) -> Layout: ...
+    backend: Backend
+    capabilities: Capabilities
+    session: Session
+    executable: Executable
+    kv_spec: KVSpec
+    num_pages: int
+    vocab_size: int
+    max_model_len: int
+    eos_ids: frozenset[int]
+    fingerprint: str
+    lora: Adapters | None
+    hidden_size: int
+    layout: Layout

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from trivium.errors import CapacityError, CheckpointError, InvalidRequestError, UnsupportedError
 from trivium.engine.adapters import Adapters, Placed
+from trivium.engine.executor import Model
 from trivium.kv import Layout, plan_groups
 from trivium.kv.neutral import rotations
 from trivium.models import build, describe
@@ -79,37 +80,19 @@ class Route(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Loaded:
-    """A model that is ready to run on one device; what the engine needs of it. `traced`: the Program before fusion."""
+class Loaded(Model):
+    """A model that is ready to run on one device, and what became of its files. `traced`: the Program before fusion."""
 
     name: str
-    backend: Backend
     device: Device
-    capabilities: Capabilities
-    session: Session
     traced: Program
     program: Program
-    executable: Executable
-    kv_spec: KVSpec
-    num_pages: int
-    vocab_size: int
-    max_model_len: int
     max_num_batched_tokens: int
     max_num_seqs: int
-    eos_ids: frozenset[int]
-    fingerprint: str
     tokenizer: Tokenizer
     generation_config: Mapping[str, Any]
-    layout: Layout
     routes: tuple[Route, ...]
     architecture: str
-    lora: Adapters | None
-
-    @property
-    def hidden_size(self) -> int:
-        """Width of the output "hidden"; 0 if the Program has none."""
-        hidden = self.program.outputs.get("hidden")
-        return int(hidden.shape[-1]) if hidden is not None else 0
 
     def summary(self) -> str:
         """One line: which weights went which way, and the page pool."""
@@ -132,6 +115,16 @@ class Plan(NamedTuple):
     routes: tuple[tuple[Constant, Weight | None, WeightFormat, bool], ...]
     max_model_len: int
     targets: Sequence[Target]
+    options: LoadOptions
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens a step: as asked, which the backend must be able to, else STEP_TOKENS or the backend's limit."""
+        asked, limit = self.options.max_num_batched_tokens, self.capabilities.max_batched_tokens
+        if asked is not None and limit is not None and asked > limit:
+            message = f"max_num_batched_tokens {asked} is over this backend's limit; give {limit} or less, or leave it out"
+            raise InvalidRequestError(message, param="max_num_batched_tokens")
+        return asked or min(STEP_TOKENS, limit or STEP_TOKENS)
 
 
 def plan(
@@ -168,7 +161,7 @@ def plan(
     kernels = kernels_of(chosen, device)
     program = rewrite(traced, patterns(kernels), accept=lambda call: accepts(call, kernels))
     routes = tuple(_route(c, program, checkpoint, capabilities, options) for c in program.constants)
-    return Plan(path, checkpoint, chosen, device, capabilities, traced, program, routes, max_model_len, targets)
+    return Plan(path, checkpoint, chosen, device, capabilities, traced, program, routes, max_model_len, targets, options)
 
 
 def load(
@@ -177,19 +170,17 @@ def load(
 ) -> Loaded:  # fmt: skip
     """Loads a model. `progress(done, total)` is told bytes of weights; `traced`: as for plan(). Raises a TriviumError that says
     what to change."""
-    options = options or LoadOptions()
     p = plan(model, backend, options, progress=progress is not None, traced=traced)
     tokenizer = Tokenizer.from_data(p.checkpoint.tokenizer_data())
-    tokens = _step_tokens(p.capabilities, options.max_num_batched_tokens)
-    given = _backend_options(p, options, tokens)
+    given = _backend_options(p)
     with blame(f"backend {p.backend.name!r}: open()"):
         session: Session = expect(Session, p.backend.open(p.device, given), f"backend {p.backend.name!r}: open()")
     try:
-        if options.enable_lora and type(session).assign is Session.assign:
+        if p.options.enable_lora and type(session).assign is Session.assign:
             message = f"the backend {p.backend.name} can't change a weight that it has loaded, which adapters need"
             raise UnsupportedError(message, param="enable_lora")
         with blame(f"backend {p.backend.name!r}: loading {model}"):
-            return _load_into(session, model, p, tokenizer, options, tokens, progress)
+            return _load_into(session, model, p, tokenizer, given["dtype"], progress)
     except BaseException:
         with contextlib.suppress(Exception):  # what went wrong first is the news
             session.close()
@@ -197,58 +188,46 @@ def load(
 
 
 def _load_into(
-    session: Session, model: str, p: Plan, tokenizer: Tokenizer, options: LoadOptions, tokens: int,
-    progress: Callable[[int, int], None] | None,
-) -> Loaded:  # fmt: skip
+    session: Session, model: str, p: Plan, tokenizer: Tokenizer, dtype: str, progress: Callable[[int, int], None] | None
+) -> Loaded:
+    options, fingerprint = p.options, p.checkpoint.fingerprint
     weights = _load_weights(session, p, progress)
-    spec = plan_groups(p.program.states, _page_size(p.capabilities, options), _kv_dtype(p.capabilities, options))
-    pages, max_model_len = _pool_size(session, spec, p.max_model_len, options, tokens)
+    kv_dtype = p.capabilities.kv_dtypes[0] if options.kv_dtype == "auto" else options.kv_dtype
+    spec = plan_groups(p.program.states, _page_size(p.capabilities.page_sizes, options.block_size), kv_dtype)
+    pages, max_model_len = _pool_size(session, spec, p)
     session.kv_store(spec, pages)
     vocab_size = min(p.program.vocab_size, tokenizer.vocab_size)
     program = replace(p.program, vocab_size=vocab_size)
     executable = expect(Executable, session.compile(program, weights), f"backend {p.backend.name!r}: compile()")
     routes = tuple(Route(c.value.name, w.format, f.name, exact, w.nbytes) for c, w, f, exact in p.routes if w is not None)
     formats = blake2b(repr([(r.name, r.resident) for r in routes]).encode(), digest_size=8).hexdigest()
-    dtype = _backend_options(p, options, tokens)["dtype"]
     producer = f"{p.backend.name} {p.backend.version}, activations {dtype}, weight formats {formats}"
     return Loaded(
         name=model, backend=p.backend, device=p.device, capabilities=p.capabilities, session=session, traced=p.traced,
         program=program, executable=executable, kv_spec=spec, num_pages=pages, vocab_size=vocab_size,
-        max_model_len=max_model_len, max_num_batched_tokens=tokens, max_num_seqs=options.max_num_seqs,
-        eos_ids=_eos_ids(p.checkpoint, tokenizer),
-        fingerprint=p.checkpoint.fingerprint, tokenizer=tokenizer, generation_config=p.checkpoint.generation_config,
-        layout=Layout(p.checkpoint.fingerprint, producer, spec, rotations(p.traced)), routes=routes,
-        lora=_adapters(session, p, weights, options) if options.enable_lora else None,
-        architecture=p.checkpoint.config["architectures"][0],
+        max_model_len=max_model_len, max_num_batched_tokens=p.step_tokens, max_num_seqs=options.max_num_seqs,
+        eos_ids=_eos_ids(p.checkpoint, tokenizer), fingerprint=fingerprint, tokenizer=tokenizer, routes=routes,
+        hidden_size=int(program.outputs["hidden"].shape[-1]) if "hidden" in program.outputs else 0,
+        generation_config=p.checkpoint.generation_config, architecture=p.checkpoint.config["architectures"][0],
+        lora=_adapters(session, p, weights) if options.enable_lora else None,
+        layout=Layout(fingerprint, producer, spec, rotations(p.traced)),
     )  # fmt: skip
 
 
-def _adapters(session: Session, p: Plan, weights: Mapping[str, Any], options: LoadOptions) -> Adapters:
+def _adapters(session: Session, p: Plan, weights: Mapping[str, Any]) -> Adapters:
     placed = [Placed(target, weights[target.a.name], weights[target.b.name]) for target in p.targets]
     head_dim = describe(p.checkpoint.config).head_dim if p.checkpoint.config.get("rope_interleaved") else 0
-    return Adapters(session, placed, options.max_loras, options.max_lora_rank, head_dim)
+    return Adapters(session, placed, p.options.max_loras, p.options.max_lora_rank, head_dim)
 
 
-def _step_tokens(capabilities: Capabilities, asked: int | None) -> int:
-    """Tokens a step: as asked, which the backend must be able to, else STEP_TOKENS or the backend's limit."""
-    limit = capabilities.max_batched_tokens or max(asked or 0, STEP_TOKENS)
-    if asked is not None and asked > limit:
-        message = f"max_num_batched_tokens {asked} is over this backend's limit; give {limit} or less, or leave it out"
-        raise InvalidRequestError(message, param="max_num_batched_tokens")
-    return asked or min(STEP_TOKENS, limit)
-
-
-def _backend_options(p: Plan, options: LoadOptions, tokens: int) -> dict[str, Any]:
-    can = p.capabilities
+def _backend_options(p: Plan) -> dict[str, Any]:
+    can, options, tokens = p.capabilities, p.options, p.step_tokens
     activations = options.dtype if options.dtype in can.dtypes else can.dtypes[0]
     rows = options.max_num_seqs * (1 + options.num_speculative_tokens)
-    given = {
-        "dtype": activations, "max_batched_tokens": tokens, "max_seqs": rows,
-        "max_model_len": p.max_model_len, "strict": options.strict,
-    }  # fmt: skip
+    given = {"dtype": activations, "max_batched_tokens": tokens, "max_seqs": rows, "max_model_len": p.max_model_len}
     if can.graph_capture and p.backend.api_version >= 2:
         given["graph_sizes"] = _graph_sizes(can, len(p.program.states), min(rows, tokens))
-    return given | dict(options.backend_options)
+    return {**given, "strict": options.strict, **options.backend_options}
 
 
 def _graph_sizes(capabilities: Capabilities, layers: int, largest: int) -> tuple[int, ...]:
@@ -330,20 +309,11 @@ def _as_weight(constant: Constant) -> Weight:
     return Weight(constant.value.name, constant.array.shape, "float32", constant.array, lambda data: data)
 
 
-def _page_size(capabilities: Capabilities, options: LoadOptions) -> int:
-    sizes = capabilities.page_sizes
-    if options.block_size is not None and options.block_size not in sizes:
-        message = f"block_size {options.block_size} is not possible on this backend; choose from {_sizes(sizes)}"
-        raise InvalidRequestError(message, param="block_size")
-    return options.block_size or sizes[0]
-
-
-def _sizes(sizes: tuple[int, ...]) -> str:
-    return ", ".join(map(str, sorted(sizes))) if len(sizes) < 12 else f"{min(sizes)} to {max(sizes)}"
-
-
-def _kv_dtype(capabilities: Capabilities, options: LoadOptions) -> str:
-    return capabilities.kv_dtypes[0] if options.kv_dtype == "auto" else options.kv_dtype
+def _page_size(sizes: tuple[int, ...], asked: int | None) -> int:
+    if asked is not None and asked not in sizes:
+        known = ", ".join(map(str, sorted(sizes))) if len(sizes) < 12 else f"{min(sizes)} to {max(sizes)}"
+        raise InvalidRequestError(f"block_size {asked} is not possible on this backend; choose from {known}", param="block_size")
+    return asked or sizes[0]
 
 
 def _pages_for(spec: KVSpec, length: int, chunk: int) -> int:
@@ -359,27 +329,22 @@ def _pages_for(spec: KVSpec, length: int, chunk: int) -> int:
     return sum(map(of_group, spec.groups))
 
 
-def _pool_size(session: Session, spec: KVSpec, max_model_len: int, options: LoadOptions, tokens: int) -> tuple[int, int]:
+def _pool_size(session: Session, spec: KVSpec, p: Plan) -> tuple[int, int]:
     """(pages, max_model_len): as asked, else what the memory share holds; a context nobody asked for is cut to what fits."""
+    options, max_model_len, tokens = p.options, p.max_model_len, p.step_tokens
     page_bytes = session.page_bytes(spec)
     if options.num_kv_blocks is not None:
         pages = options.num_kv_blocks
     else:
         affordable = int(session.memory().free * MEMORY_SHARE) // max(page_bytes, 1)
         pages = min(affordable, options.max_num_seqs * _pages_for(spec, max_model_len, tokens))
-    fits = _longest(spec, pages, max_model_len, tokens)
+    fits = bisect.bisect_right(range(1, max_model_len + 1), pages, key=lambda length: _pages_for(spec, length, tokens))
     if fits < 1:
         raise CapacityError(f"{pages} pages of {page_bytes} bytes hold no sequence at all; free memory or raise num_kv_blocks")
     if fits < max_model_len and options.max_model_len is not None and options.num_kv_blocks is None:
-        raise CapacityError(
-            f"max_model_len {max_model_len} does not fit: {pages} pages of {page_bytes} bytes are enough for {fits} tokens"
-        )
+        message = f"max_model_len {max_model_len} does not fit: {pages} pages of {page_bytes} bytes are enough for {fits} tokens"
+        raise CapacityError(message)
     return pages, min(max_model_len, fits) if options.max_model_len is None else max_model_len
-
-
-def _longest(spec: KVSpec, pages: int, limit: int, chunk: int) -> int:
-    """The longest sequence, up to `limit`, that `pages` pages hold."""
-    return bisect.bisect_right(range(1, limit + 1), pages, key=lambda length: _pages_for(spec, length, chunk))
 
 
 def _eos_ids(checkpoint: Checkpoint, tokenizer: Tokenizer) -> frozenset[int]:
