@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from itertools import islice
-from typing import TYPE_CHECKING
 
 from trivium.engine.outputs import TokenLogprobs
 from trivium.engine.request import Completion, Request, Text
 from trivium.sampling import BeamSearch, SamplerState
 from trivium.sched import Scheduler, Sequence
-
-if TYPE_CHECKING:
-    from trivium.text.reader import Reader
-
-    from trivium.text import Tokenizer
+from trivium.text import Tokenizer
+from trivium.text.reader import Reader
 
 
 class Beam(Completion):
@@ -81,7 +77,7 @@ class Beams:
             elif not beam.seq.running:
                 scheduler.add(beam.seq)
             beam.row = None
-        request.live = request.started = len(self._live)
+        request.started = len(self._live)
         request.completions = outputs or [*self._live]
 
     def results(self, reason: str) -> list[Completion]:
@@ -89,9 +85,8 @@ class Beams:
         request, found = self._first.request, list[Completion]()
         shown = None if request.params.logprobs == -1 else request.params.logprobs or 0
         for index, hypothesis in enumerate(self._search.best(request.params.n)):
-            output = Completion(
-                request, Sequence((), b"", (0, 0, index)), self._first.sampler, Text(self._tokenizer, request.params)
-            )
+            seq, text = Sequence((), b"", (0, 0, index)), Text(self._tokenizer, request.params)
+            output = Completion(request, seq, self._first.sampler, text)
             if self._first.reader is not None:
                 output.read_with(self._first.reader)
             for step in hypothesis.path():

@@ -17,7 +17,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from trivium.engine.adapters import Adapter, enabled
 from trivium.engine.config import EngineConfig
@@ -27,18 +26,16 @@ from trivium.engine.migration import RequestState, export_state, import_state
 from trivium.engine.outputs import Logprob, RequestOutput, TokenLogprobs
 from trivium.engine.pooling import PoolingParams
 from trivium.engine.request import Completion, Request
-from trivium.engine.runner import Flight, Landed, Runner, Stats
+from trivium.engine.runner import Flight, Landed, Part, Runner, Stats
 from trivium.engine.speculation import Drafter, Speculative, Speculator, check_rewinds, lookup_drafter
 from trivium.errors import BackendError, InvalidRequestError, PageFormatError, TriviumError
 from trivium.kv import Disk, Hit, KVCache, Tiers
 from trivium.ops import Sampled
 from trivium.sampling import SamplingParams
-from trivium.sched import Entry, RowMap, Scheduler, StepPlan
+from trivium.sched import Entry, Scheduler, StepPlan
 from trivium.sched import Sequence as Stream
-
-if TYPE_CHECKING:
-    from trivium.text import Tokenizer
-    from trivium.text.reader import Reader
+from trivium.text import Tokenizer
+from trivium.text.reader import Reader
 
 PREFILL_SHARE = 8
 """Tokens a sequence from which a step counts as prefill when its speed is measured."""
@@ -72,9 +69,8 @@ class Engine:
         self.speculator: Speculator | None = None
         if speculative := Speculative.of(self.config.speculative):
             check_rewinds(model, "target")
-            self.speculator = Speculator(
-                speculative, drafter or lookup_drafter(speculative), self.scheduler, self._completions, self.stats, clock
-            )
+            drafter = drafter or lookup_drafter(speculative)
+            self.speculator = Speculator(speculative, drafter, self.scheduler, self._completions, self.stats, clock)
 
     @property
     def model(self) -> Model:
@@ -169,8 +165,7 @@ class Engine:
         began, elsewhere = self._clock(), self.stats.device_seconds + self.stats.draft_seconds
         flight, self._flight = self._flight, None
         if flight is None:
-            plan = self._collected(self.scheduler.plan)
-            assert plan is not None
+            plan = self._plan()
             if not plan.entries:
                 assert not self._requests, "requests are unfinished and none of them can run"
                 return []
@@ -208,12 +203,15 @@ class Engine:
         assert known == {*self.scheduler.running, *self.scheduler.waiting}, "a request is lost"
         assert len(self._completions) == sum(c.finish_reason is None for r in self._requests.values() for c in r.completions)
 
-    def _collected(self, make: Callable[[], StepPlan | None]) -> StepPlan | None:
-        """A plan with what it restores read from the tiers; made again where that can't be had."""
-        plan = make()
-        while plan is not None and not all(self.kv.collect(e.seq, e.hit) for e in plan.entries if e.hit is not None):
-            plan = make()
-        return plan
+    def _plan(self, *, ahead: bool = False) -> StepPlan:
+        """The next step, with what it restores read from the tiers; made again where that can't be had. ahead: nothing at all if
+        somebody would lose pages, as that is decided on facts."""
+        while True:
+            plan = self.scheduler.plan()
+            if ahead and plan.preempted:
+                return StepPlan()
+            if all(self.kv.collect(entry.seq, entry.hit) for entry in plan.entries if entry.hit is not None):
+                return plan
 
     def _run(self, flight: Flight) -> list[Completion]:
         """Ends a step; if it fails, its sequences run one by one. Returns the outputs that moved."""
@@ -228,10 +226,7 @@ class Engine:
             return [completion for entry in flight.plan.entries for completion in self._run_alone(entry.seq, flight.began)]
         if self.speculator is not None:
             self.speculator.measure(flight.plan, landed.seconds)
-        moved = self._settle(flight, landed)
-        if following is not None:
-            self._flight = self.runner.launch(following)
-        return moved + self._commit(flight, landed)
+        return self._finish(flight, landed, following)
 
     def _run_alone(self, seq: Stream, began: float) -> list[Completion]:
         plan = self.scheduler.plan(only=seq) if seq in self._completions else StepPlan()
@@ -241,8 +236,8 @@ class Engine:
         try:
             landed = self._wait(flight)
         except Exception as fault:
-            return self._end(self._completions[seq].request, "error", self._typed(fault))
-        return self._settle(flight, landed) + self._commit(flight, landed)
+            return self._end(self._completions[seq].request, "error", fault)
+        return self._finish(flight, landed)
 
     def _wait(self, flight: Flight, following: Flight | None = None) -> Landed:
         try:
@@ -255,45 +250,42 @@ class Engine:
 
     def _prepare_after(self, flight: Flight) -> Flight | None:
         with self.scheduler.landed(flight.plan):
-            plan = self._collected(self.scheduler.plan_ahead)
-            return None if plan is None else self.runner.prepare(plan, self._clock())
+            plan = self._plan(ahead=True)
+            return self.runner.prepare(plan, self._clock()) if plan.entries else None
 
-    def _settle(self, flight: Flight, landed: Landed) -> list[Completion]:
-        """What the next step builds on: tokens and pages. Returns the outputs that a fault has ended."""
-        at, pooled, moved = 0, 0, list[Completion]()
+    def _finish(self, flight: Flight, landed: Landed, following: Flight | None = None) -> list[Completion]:
+        """What has landed becomes tokens and pages, which the next step builds on: it starts, and clients see the rest."""
         self.stats.steps += 1
         self._measure(flight, landed.now)
-        for completion, entry, row in zip(flight.completions, flight.plan.entries, flight.rows):
-            at, pooled = at + row.scores + row.sample, pooled + row.pooled
-            if completion.finish_reason is not None:
-                continue  # ended while the step was under way
+        moved = self._each(flight, lambda part: self._settle(part, landed))
+        if following is not None:
+            self._flight = self.runner.launch(following)
+        return moved + self._each(flight, lambda part: self._commit(part, landed, flight.began))
+
+    def _each(self, flight: Flight, do: Callable[[Part], bool]) -> list[Completion]:
+        """Does something for every output that has not ended while the step was under way; a fault ends its request. Returns the
+        outputs that moved, as `do` says."""
+        moved = list[Completion]()
+        for part in flight.parts:
             try:
-                right = completion.grow(landed.ids[at - row.sample : at], entry.draft)
-                if row.pooled and completion.request.pool is not None and landed.hidden is not None:
-                    completion.request.pool.add(landed.hidden[pooled - row.pooled : pooled])
-                    entry.seq.pooled += row.pooled
-                entry.seq.scored += row.scores
-                self.kv.advance(entry.seq, entry.tokens + right)
-                self.stats.computed_tokens += entry.tokens + len(entry.draft)
-                if right < len(entry.draft):
-                    self.kv.shrink(entry.seq, self.kv.blocks(entry.seq.computed))
+                if part.completion.finish_reason is None and do(part):
+                    moved.append(part.completion)
             except Exception as fault:
-                moved += self._end(completion.request, "error", self._typed(fault))
+                moved += self._end(part.completion.request, "error", fault)
         return moved
 
-    def _commit(self, flight: Flight, landed: Landed) -> list[Completion]:
-        """What clients see of a step, and what that ends. Returns the outputs that moved."""
-        at, moved = 0, list[Completion]()
-        for completion, entry, row in zip(flight.completions, flight.plan.entries, flight.rows):
-            try:
-                if completion.finish_reason is None:
-                    self._commit_entry(completion, entry, row, landed, at, flight.began)
-                    if row.sample or completion.finish_reason:
-                        moved.append(completion)
-            except Exception as fault:
-                moved += self._end(completion.request, "error", self._typed(fault))
-            at += row.scores + row.sample
-        return moved
+    def _settle(self, part: Part, landed: Landed) -> bool:
+        completion, entry, row, at, pooled = part
+        right = completion.grow(landed.ids[at + row.scores : at + row.scores + row.sample], entry.draft)
+        if row.pooled and completion.request.pool is not None and landed.hidden is not None:
+            completion.request.pool.add(landed.hidden[pooled : pooled + row.pooled])
+            entry.seq.pooled += row.pooled
+        entry.seq.scored += row.scores
+        self.kv.advance(entry.seq, entry.tokens + right)
+        self.stats.computed_tokens += entry.tokens + len(entry.draft)
+        if right < len(entry.draft):
+            self.kv.shrink(entry.seq, self.kv.blocks(entry.seq.computed))
+        return False
 
     def _measure(self, flight: Flight, now: float) -> None:
         """How fast prompts are computed, from steps that hardly do anything else."""
@@ -302,7 +294,9 @@ class Engine:
                 self.kv.tiers.prefill.add(tokens, now - flight.began)
             self.stats.tier_faults = self.kv.tiers.faults.count
 
-    def _commit_entry(self, completion: Completion, entry: Entry, row: RowMap, landed: Landed, at: int, began: float) -> None:
+    def _commit(self, part: Part, landed: Landed, began: float) -> bool:
+        """What clients see of a step, and what that ends."""
+        completion, entry, row, at, _ = part
         seq, request = entry.seq, completion.request
         complete = row.sample or seq.computed == seq.length
         if entry.hit is not None:
@@ -324,6 +318,7 @@ class Engine:
             request.beams.branch(self.scheduler, self._completions)
         if completion.finish_reason is not None:
             self._retire(completion)
+        return row.sample > 0 or completion.finish_reason is not None
 
     def _show(self, completion: Completion, entry: Entry, landed: Landed, at: int) -> None:
         """Accepts the tokens that grew from rows `at` and following, up to one that ends the output."""
@@ -366,13 +361,12 @@ class Engine:
         self.scheduler.remove(completion.seq)
         if self.speculator is not None:
             self.speculator.forget(completion.seq)
-        completion.request.live -= 1
         del self._completions[completion.seq]
 
-    def _end(self, request: Request, reason: str, fault: TriviumError | None = None) -> list[Completion]:
+    def _end(self, request: Request, reason: str, fault: Exception | None = None) -> list[Completion]:
         """Ends all outputs of a request that still run."""
         live = [c for c in request.completions if c.seq in self._completions]
-        request.error = fault
+        request.error = None if fault is None else self._typed(fault)
         for completion in live:
             try:
                 completion.finish(reason)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 from trivium.engine.adapters import Adapter, enabled
 from trivium.engine.beams import Beam, Beams
@@ -17,25 +17,21 @@ from trivium.kv import root_key
 from trivium.ops.sample import derive_seed
 from trivium.sampling import BeamSearch, SamplerState, SamplingParams, StructuredOutputs, bad_word_ids, check_ids, fresh_seed
 from trivium.sched import Sequence as Stream
-from trivium.text import Grammars, Matcher
-
-if TYPE_CHECKING:
-    from trivium.text import Tokenizer
+from trivium.text import Grammars, Matcher, Tokenizer
 
 
+@dataclass(eq=False, repr=False)
 class Intake:
     """Checks requests and builds them. `check_fits(tokens)` raises CapacityError where a sequence could not run even alone."""
 
-    def __init__(
-        self, model: Model, tokenizer: Tokenizer, config: EngineConfig, check_fits: Callable[[int], None],
-        clock: Callable[[], float],
-    ) -> None:  # fmt: skip
-        self.model = model
-        self._tokenizer = tokenizer
-        self._config = config
-        self._check_fits = check_fits
-        self._clock = clock
-        self._grammars = Grammars(tokenizer, model.vocab_size, model.eos_ids)
+    model: Model
+    _tokenizer: Tokenizer
+    _config: EngineConfig
+    _check_fits: Callable[[int], None]
+    _clock: Callable[[], float]
+
+    def __post_init__(self) -> None:
+        self._grammars = Grammars(self._tokenizer, self.model.vocab_size, self.model.eos_ids)
 
     def matcher(self, params: SamplingParams) -> Matcher | None:
         """A new matcher for one output, compiled if its grammar is new; from any thread."""
@@ -62,12 +58,15 @@ class Intake:
         capabilities = self.model.capabilities
         params.of_each_beam().check_supported(capabilities.sampling, self.model.backend.name, capabilities.unsupported)
         max_tokens = self._check_length(len(ids), params.max_tokens)
-        request = self._build(number, ids, params, max_tokens, priority, salt, pool, score_from, self._adapter(adapter), seed)
-        request.client_id, request.salt, request.adapter = client_id, salt, adapter
+        own = None if adapter is None else enabled(self.model.lora).get(adapter)
+        if seed is None:
+            seed = fresh_seed() if self._config.seed is None else derive_seed(self._config.seed % 2**64, number)
+        request = Request(
+            number, ids, params, max_tokens, self._end_ids(params), Clock(self._clock()), client_id=client_id, salt=salt,
+            adapter=adapter, seed=seed, pool=pool, prompt_logprobs=[None] * score_from,
+        )  # fmt: skip
+        self._build(request, priority, own)
         return request
-
-    def _adapter(self, name: str | None) -> Adapter | None:
-        return None if name is None else enabled(self.model.lora).get(name)
 
     def _pool(self, pooling: PoolingParams, params: SamplingParams | None, tokens: int) -> Pool:
         if params is not None:
@@ -105,42 +104,32 @@ class Intake:
         self._check_fits(prompt + max(wanted - 1, 0))
         return wanted
 
-    def _build(
-        self, number: int, ids: list[int], params: SamplingParams, max_tokens: int, priority: int, salt: str, pool: Pool | None,
-        score_from: int, adapter: Adapter | None, seed: int | None,
-    ) -> Request:  # fmt: skip
-        owner = "" if self._config.enable_prefix_caching else str(number)
-        request = Request(number, ids, params, max_tokens, self._end_ids(params), Clock(self._clock()), pool=pool)
-        scored = params.prompt_logprobs is not None
-        request.prompt_logprobs.extend([None] * score_from)
-        root = root_key(self.model.fingerprint, adapter.fingerprint if adapter else "", salt, owner)
-        if seed is None:
-            seed = fresh_seed() if self._config.seed is None else derive_seed(self._config.seed % 2**64, number)
-        request.seed = seed
-        search = BeamSearch(params, request.end_ids, max_tokens) if params.beam_width else None
+    def _build(self, request: Request, priority: int, adapter: Adapter | None) -> None:
+        """Gives a request its outputs."""
+        ids, params, pool = request.prompt_ids, request.params, request.pool
+        owner = "" if self._config.enable_prefix_caching else str(request.id)
+        root = root_key(self.model.fingerprint, adapter.fingerprint if adapter else "", request.salt, owner)
+        search = BeamSearch(params, request.end_ids, request.max_tokens) if params.beam_width else None
         asked = params.of_each_beam(search.candidates) if search else params
         bad_words = bad_word_ids(params.bad_words, lambda text: self._tokenizer.encode(text, add_special_tokens=False))
         known = ids if pool is None else ids[: pool.tokens]
         for index in range(count := asked.best_of or asked.n):
             sampler = SamplerState(
-                asked, ids, self.model.eos_ids, self.model.vocab_size, seed, index=index, bad_words=bad_words,
+                asked, ids, self.model.eos_ids, self.model.vocab_size, request.seed, index=index, bad_words=bad_words,
                 grammar=self.matcher(asked),
             )  # fmt: skip
-            seq = Stream(
-                known, root, (priority, number, index), limit=len(known) + max_tokens,
-                score_end=len(ids) - 1 if scored and index == 0 else 0,
-            )  # fmt: skip
-            seq.scored, seq.adapter = score_from - 1, adapter
+            scores = len(ids) - 1 if params.prompt_logprobs is not None and index == 0 else 0
+            seq = Stream(known, root, (priority, request.id, index), limit=len(known) + request.max_tokens, score_end=scores)
+            seq.scored, seq.adapter = len(request.prompt_logprobs) - 1, adapter
             if pool is not None:
                 seq.pooled = pool.first
             text = Text(self._tokenizer, params)
-            if search is not None:
-                beam = Beam(request, seq, sampler, text)
+            if search is None:
+                request.completions.append(Completion(request, seq, sampler, text))
+            else:
+                request.completions.append(beam := Beam(request, seq, sampler, text))
                 request.beams = Beams(beam, search, self._tokenizer)
-            request.completions.append(beam if search is not None else Completion(request, seq, sampler, text))
-            request.live += 1
         request.completions[0].seq.fork_at = len(ids) - 1 if count > 1 else 0
-        return request
 
     def _end_ids(self, params: SamplingParams) -> frozenset[int]:
         return (frozenset() if params.ignore_eos else self.model.eos_ids) | set(params.stop_token_ids)

@@ -123,7 +123,7 @@ def import_state(
             completion.seq.root = root_key(layout.fingerprint, "", request.salt, str(fresh_seed()))  # nobody else is to find them
             completion.seq.parcel = _parcel(completion.seq, pages, arrays, completion.index, layout)
     request.clock = Clock(**{name: _clock(name, said["clock"][name], now) for name in vars(request.clock)})
-    _expect(request.live > 0, "nothing of it is left to do")
+    _expect(not request.finished, "nothing of it is left to do")
     return request
 
 
@@ -135,7 +135,6 @@ def _replay(request: Request, completion: Completion, arrays: Arrays, vocab: int
         _expect(completion.finish_reason is None and (row is not None) == (completion.logprobs is not None), "it has ended before")
         completion.grow([token], [])
         completion.accept(token, row, 0.0)
-    request.live -= completion.finish_reason is not None
     if request.stream:
         completion.output()  # the client has all of this
 

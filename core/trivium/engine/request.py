@@ -11,14 +11,13 @@ from trivium.engine.outputs import Clock, CompletionOutput, RequestOutput, Token
 from trivium.errors import TriviumError
 from trivium.sampling import SamplerState, SamplingParams
 from trivium.sched import Sequence as Stream
-from trivium.text import Detokenizer, StopMatcher
+from trivium.text import Detokenizer, StopMatcher, Tokenizer
 from trivium.text.events import Event, merge
 from trivium.text.parser import OutputParser
 from trivium.text.reader import Reader
 
 if TYPE_CHECKING:
     from trivium.engine.beams import Beams
-    from trivium.text import Tokenizer
 
 
 class Text:
@@ -161,8 +160,8 @@ class Completion:
 
 @dataclass(eq=False)
 class Request:
-    """A request that the engine has taken. end_ids: tokens that end an output. live: outputs that have not ended. started: outputs
-    whose sequence the scheduler knows; the others wait until the first has computed the prompt but for its last token."""
+    """A request that the engine has taken. end_ids: tokens that end an output. started: outputs whose sequence the scheduler
+    knows; the others wait until the first has computed the prompt but for its last token."""
 
     id: int
     prompt_ids: list[int]
@@ -177,7 +176,6 @@ class Request:
     seed: int = 0
     completions: list[Completion] = field(default_factory=list)
     started: int = 1
-    live: int = 0
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     pool: Pool | None = None
     error: TriviumError | None = None
@@ -190,7 +188,7 @@ class Request:
 
     @property
     def finished(self) -> bool:
-        return self.live == 0
+        return all(completion.finish_reason is not None for completion in self.completions)
 
     def output(self, moved: list[Completion], now: float) -> RequestOutput:
         """News for the client: the outputs that moved, or all of them if it doesn't stream."""

@@ -15,7 +15,7 @@ from trivium.ops import Batch, Sampled
 from trivium.ops.batch import F32, I32
 from trivium.plugin.contract import Step
 from trivium.sampling import SamplerState, build_inputs
-from trivium.sched import RowMap, Scheduler, StepPlan, make_batch, sampled_rows
+from trivium.sched import Entry, RowMap, Scheduler, StepPlan, make_batch, sampled_rows
 from trivium.sched import Sequence as Stream
 
 _NO_ROWS = build_inputs([], 1)
@@ -57,6 +57,17 @@ class Stats:
         return self.host_seconds / total if total else 0.0
 
 
+class Part(NamedTuple):
+    """What a step does for one output. `row`: the rows it wants, which begin at `at` among all that are sampled or scored, and at
+    `pooled` among those whose hidden states are wanted."""
+
+    completion: Completion
+    entry: Entry
+    row: RowMap
+    at: int
+    pooled: int
+
+
 @dataclass
 class Flight:
     """A step on its way, planned at `began` and on the device since `started`. batch: its arrays, made before the tokens that the
@@ -64,8 +75,7 @@ class Flight:
 
     plan: StepPlan
     began: float
-    completions: list[Completion] = field(default_factory=list)
-    rows: list[RowMap] = field(default_factory=list)
+    parts: list[Part] = field(default_factory=list)
     holes: list[int] = field(default_factory=list)
     batch: Batch | None = None
     step: Step | None = None
@@ -85,28 +95,27 @@ class Landed(NamedTuple):
     seconds: float
 
 
+@dataclass(eq=False, repr=False)
 class Runner:
     """Runs plans. `completions`: the output that each sequence under the scheduler belongs to (the engine's own mapping)."""
 
-    def __init__(
-        self, model: Model, scheduler: Scheduler, completions: Mapping[Stream, Completion], stats: Stats,
-        clock: Callable[[], float],
-    ) -> None:  # fmt: skip
-        self.model = model
-        self._scheduler = scheduler
-        self._completions = completions
-        self._stats = stats
-        self._clock = clock
+    model: Model
+    _scheduler: Scheduler
+    _completions: Mapping[Stream, Completion]
+    _stats: Stats
+    _clock: Callable[[], float]
 
     def prepare(self, plan: StepPlan, began: float) -> Flight:
         """Reserves pages and builds the arrays as far as tokens are known. A fault, here and in launch(), is raised by wait()."""
         flight = Flight(plan, began)
         try:
             self._reserve(plan, began)
-            flight.completions = [self._completions[entry.seq] for entry in plan.entries]
-            flight.rows = [sampled_rows(entry) for entry in plan.entries]
+            at = pooled = 0
+            for entry, row in zip(plan.entries, rows := [sampled_rows(entry) for entry in plan.entries]):
+                flight.parts.append(Part(self._completions[entry.seq], entry, row, at, pooled))
+                at, pooled = at + row.scores + row.sample, pooled + row.pooled
             flight.holes = [i for i, entry in enumerate(plan.entries) if entry.seq.due]
-            flight.batch = make_batch(plan.entries, flight.rows, self._scheduler.kv, _NO_ROWS)
+            flight.batch = make_batch(plan.entries, rows, self._scheduler.kv, _NO_ROWS)
         except BaseException as fault:
             flight.fault = fault
         return flight
@@ -157,7 +166,7 @@ class Runner:
             hidden = self._hidden(flight, flight.step)
         finally:
             now = self.charge(flight)
-        return Landed(sampled, self._check_sampled(sampled, flight.rows), hidden, now, now - started)
+        return Landed(sampled, self._check_sampled(sampled, flight), hidden, now, now - started)
 
     def charge(self, flight: Flight) -> float:
         """Counts the device's time up to now, which is returned."""
@@ -179,7 +188,7 @@ class Runner:
 
     def _hidden(self, flight: Flight, step: Step) -> F32 | None:
         """float32[pooled rows, hidden_size]; None if the step has no such rows."""
-        rows = sum([row.pooled for row in flight.rows])
+        rows = sum([part.row.pooled for part in flight.parts])
         if not rows:
             return None
         hidden, want = step.output("hidden"), (rows, self.model.hidden_size)
@@ -187,8 +196,8 @@ class Runner:
             raise BackendError(f"the backend returned hidden states of shape {hidden.shape}, not {want}")
         return hidden
 
-    def _check_sampled(self, sampled: Sampled, rows: list[RowMap]) -> list[int]:
-        want = sum([row.scores + row.sample for row in rows])
+    def _check_sampled(self, sampled: Sampled, flight: Flight) -> list[int]:
+        want = sum([part.row.scores + part.row.sample for part in flight.parts])
         ids: list[int] = sampled.ids.tolist()
         vocab = self.model.vocab_size
         if len(ids) != want or (want and not (min(ids) >= 0 and max(ids) < vocab)):
@@ -198,7 +207,7 @@ class Runner:
 
 def _sampler_rows(flight: Flight) -> list[tuple[SamplerState, int, int]]:
     found: list[tuple[SamplerState, int, int]] = []
-    for completion, entry, row in zip(flight.completions, flight.plan.entries, flight.rows):
+    for completion, entry, row, *_ in flight.parts:
         seq, sampler = completion.seq, completion.sampler
         if row.scores:
             targets = seq.tokens(row.start + 1, row.start + 1 + row.scores).tolist()

@@ -130,11 +130,6 @@ class Scheduler:
             return _Planner(self).plan(self.running, self.waiting)
         return _Planner(self, restore=False).plan([only] if only.running else [], [] if only.running else [only])
 
-    def plan_ahead(self) -> StepPlan | None:
-        """The next step inside landed(); None if there is nothing to do or somebody would lose pages: that is decided on facts."""
-        plan = self.plan()
-        return plan if plan.entries and not plan.preempted else None
-
     @contextmanager
     def landed(self, plan: StepPlan) -> Iterator[None]:
         """Inside, the sequences of a step that is under way look as they will when it has been computed; tokens that it will give

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from collections import defaultdict
+from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
@@ -109,20 +110,19 @@ class _Record:
         self._hope = 1.0 - (1.0 - self._hope) * RECOVERY
 
 
+@dataclass(eq=False, repr=False)
 class Speculator:
     """Between the plan and the step. `completions` is the engine's own mapping."""
 
-    def __init__(
-        self, config: Speculative, drafter: Drafter, scheduler: Scheduler, completions: Mapping[Sequence, Completion],
-        stats: Stats, clock: Callable[[], float],
-    ) -> None:  # fmt: skip
-        stats.accepted_by_position = [0] * config.num_speculative_tokens
-        self._config = config
-        self._drafter = drafter
-        self._scheduler = scheduler
-        self._completions = completions
-        self._stats = stats
-        self._clock = clock
+    _config: Speculative
+    _drafter: Drafter
+    _scheduler: Scheduler
+    _completions: Mapping[Sequence, Completion]
+    _stats: Stats
+    _clock: Callable[[], float]
+
+    def __post_init__(self) -> None:
+        self._stats.accepted_by_position = [0] * self._config.num_speculative_tokens
         self._costs = Costs()
         self._records: defaultdict[Sequence, _Record] = defaultdict(_Record)
         self._in_a_row = 0
