@@ -54,7 +54,7 @@ def whole_step(engine: Engine) -> list[Any]:
     """One step that nobody tries again."""
     flight = engine.runner.launch(engine.runner.prepare(engine.scheduler.plan(), 0.0))
     landed = engine._wait(flight)
-    return engine._settle(flight, landed) + engine._commit(flight, landed)
+    return engine._finish(flight, landed)
 
 
 class _Nonsense:

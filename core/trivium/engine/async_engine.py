@@ -14,6 +14,8 @@ from trivium.engine.outputs import RequestOutput
 from trivium.errors import BackendError, TriviumError
 from trivium.sampling import SamplingParams
 
+Options = dict[str, Any]
+"""Further arguments of Engine.add_request."""
 MAX_FAILURES = 3
 """Steps in a row that may raise (which no fault of a request or of the device does) before the engine stops."""
 
@@ -77,15 +79,20 @@ class AsyncEngine:
             self._drain(block=False)
         return await asyncio.wrap_future(future)
 
-    async def _listen(
-        self, prompt_ids: Sequence[int], params: SamplingParams | None, options: dict[str, Any]
-    ) -> AsyncIterator[RequestOutput]:
+    async def _listen(self, ids: Sequence[int], params: SamplingParams | None, options: Options) -> AsyncIterator[RequestOutput]:
         listener = _Listener(asyncio.get_running_loop(), asyncio.Queue())
         number: list[int] = []
+
+        def add(engine: Engine) -> None:
+            if self._fault is not None:
+                raise self._fault
+            number.append(engine.add_request(ids, params, **options))
+            self._listeners[number[0]] = listener
+
         try:
             if params is not None and params.structured_outputs is not None:
                 await asyncio.to_thread(self._engine.prepare, params)
-            await self.call(lambda engine: number.append(self._add(engine, listener, prompt_ids, params, options)))
+            await self.call(add)
             while True:
                 output = await listener.queue.get()
                 yield output
@@ -94,15 +101,6 @@ class AsyncEngine:
                     return
         finally:
             self._commands.put(lambda: self._abort(number))
-
-    def _add(
-        self, engine: Engine, listener: _Listener, prompt_ids: Sequence[int], params: SamplingParams | None, options: dict[str, Any]
-    ) -> int:
-        if self._fault is not None:
-            raise self._fault
-        number = engine.add_request(prompt_ids, params, **options)
-        self._listeners[number] = listener
-        return number
 
     def _abort(self, number: list[int]) -> None:
         """On the engine's thread. `number` is empty if the request never came in or has ended."""
@@ -149,11 +147,10 @@ class AsyncEngine:
 
     def _deliver(self, outputs: Sequence[RequestOutput]) -> None:
         for output in outputs:
-            listener = self._listeners.get(output.request_id)
+            if (listener := self._listeners.get(output.request_id)) is not None:
+                listener.send(output)
             if output.finished:
                 self._listeners.pop(output.request_id, None)
-            if listener is not None:
-                listener.send(output)
 
 
 def _settle(future: Future[Any], work: Callable[[], Any]) -> None:

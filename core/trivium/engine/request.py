@@ -138,24 +138,19 @@ class Completion:
         """What is there: for a streaming request, since the last call."""
         tokens, parts = self._sent
         text = "".join(self._text.parts[parts:])
-        events = self._read(text)
+        events: list[Event] | None = None
+        reason = self.finish_reason
+        if self._parser is not None:
+            events = merge(self._parser.push(text) + (self._parser.finish() if reason else []))
+            if self._parser.calls > 0 and reason in ("stop", "length"):
+                reason = "tool_calls"
         if self.request.stream:
             self._sent = (len(self.token_ids), len(self._text.parts))
         return CompletionOutput(
-            index=self.index, text=text, token_ids=self.token_ids[tokens:],
-            finish_reason="tool_calls" if self._called() else self.finish_reason, stop_reason=self.stop_reason,
+            index=self.index, text=text, token_ids=self.token_ids[tokens:], finish_reason=reason, stop_reason=self.stop_reason,
             logprobs=None if self.logprobs is None else self.logprobs[tokens:],
             cumulative_logprob=None if self.logprobs is None and self.request.beams is None else self._logprob_sum, events=events,
         )  # fmt: skip
-
-    def _read(self, text: str) -> list[Event] | None:
-        """What `text`, which is new, says."""
-        if self._parser is None:
-            return None
-        return merge(self._parser.push(text) + (self._parser.finish() if self.finish_reason else []))
-
-    def _called(self) -> bool:
-        return self.finish_reason in ("stop", "length") and self._parser is not None and self._parser.calls > 0
 
 
 @dataclass(eq=False)
@@ -192,15 +187,15 @@ class Request:
 
     def output(self, moved: list[Completion], now: float) -> RequestOutput:
         """News for the client: the outputs that moved, or all of them if it doesn't stream."""
-        finished = self.finished
-        return RequestOutput(
-            request_id=self.id, prompt_token_ids=self.prompt_ids,
-            outputs=[c.output() for c in moved] if self.stream else self._outputs(), finished=finished,
-            metrics=self.clock.metrics(now) if finished else None,
-            prompt_logprobs=None if self.params.prompt_logprobs is None else self.prompt_logprobs,
-            embedding=self.pool.result() if self.pool is not None and finished else None, error=self.error,
-            client_id=self.client_id,
-        )  # fmt: skip
+        output = RequestOutput(
+            self.id, self.prompt_ids, [c.output() for c in moved] if self.stream else self._outputs(), self.finished
+        )
+        output.prompt_logprobs = None if self.params.prompt_logprobs is None else self.prompt_logprobs
+        output.error, output.client_id = self.error, self.client_id
+        if output.finished:
+            output.metrics = self.clock.metrics(now)
+            output.embedding = None if self.pool is None else self.pool.result()
+        return output
 
     def _outputs(self) -> list[CompletionOutput]:
         if not self.params.ranked:

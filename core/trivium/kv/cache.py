@@ -8,7 +8,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from hashlib import blake2b
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 
@@ -148,9 +148,9 @@ class KVCache:
         with `restore`, come from elsewhere sooner than they would be computed."""
         if restore and stream.parcel is not None:
             return self._unpack(stream, stream.parcel)
-        hit = self._hit(stream, self._longest(stream, limit, lambda key: self.pool.lookup(key) is not None))
+        hit = self._longest(stream, limit, lambda key: self.pool.lookup(key) is not None)
         if restore and self.tiers is not None:
-            longer = self._hit(stream, self._longest(stream, limit, self._held_somewhere))
+            longer = self._longest(stream, limit, self._held_somewhere)
             if self.tiers.worth(((stream.keys[b], g) for g, b in longer.restore), saved := longer.tokens - hit.tokens):
                 return longer
             return hit._replace(declined=saved)
@@ -159,7 +159,7 @@ class KVCache:
     def prefetch(self, stream: Stream, limit: int) -> None:
         """Has read ahead what a stream that just came in will want from disk."""
         if self.tiers is not None:
-            hit = self._hit(stream, self._longest(stream, limit, self._held_somewhere))
+            hit = self._longest(stream, limit, self._held_somewhere)
             self.tiers.prefetch(((stream.keys[b], g), self._origin(stream, b)) for g, b in hit.restore)
 
     def collect(self, stream: Stream, hit: Hit) -> bool:
@@ -176,7 +176,8 @@ class KVCache:
                 hit.content[g, block] = tier, stored_dtype(self.spec, g), page.arrays
         return True
 
-    def _longest(self, stream: Stream, limit: int, there: Callable[[Key], bool]) -> int:
+    def _longest(self, stream: Stream, limit: int, there: Callable[[Key], bool]) -> Hit:
+        """The longest prefix for which all pages that will be read are `there`; those that the pool lacks are to be restored."""
         runs, best = [0] * len(self.paged), 0
         for block in range(limit // self.page_size if not self.recurrent else 0):
             key = self._key(stream, block)
@@ -185,7 +186,15 @@ class KVCache:
                 best = block + 1
             elif any(run <= block for run, back in zip(runs, self._lookback) if back == sys.maxsize):
                 break
-        return best
+        pages, restore = [list[int]() for _ in self.paged], list[tuple[int, int]]()
+        for mine, g, back in zip(pages, self.paged, self._lookback):
+            for block in range(max(0, best - back), best):
+                page = self.pool.lookup((stream.keys[block], g))
+                if page is None:
+                    restore.append((g, block))
+                else:
+                    mine.append(page)
+        return Hit(best, best * self.page_size, pages, tuple(restore), len(restore), {})
 
     def _held_somewhere(self, key: Key) -> bool:
         return self.pool.lookup(key) is not None or (self.tiers is not None and self.tiers.where(key) is not None)
@@ -267,20 +276,16 @@ class KVCache:
             self.pool.release([src])
             self._tables[g, stream.row, column] = dst
         stream.forked = False
-        self._extend(stream, tokens, pages)
-        return copies
-
-    def _extend(self, stream: Stream, tokens: int, pages: list[int]) -> None:
         if pages and stream.row < 0:
             self._seat(stream)
             for g in self.recurrent:
                 self._tables[g, stream.row, 0] = pages.pop()
-        if not pages:
-            return
-        blocks = self.blocks(tokens)
-        self._widen(blocks)
-        self._tables[self.paged, stream.row, stream.blocks : blocks] = np.reshape(pages, (len(self.paged), -1))
-        stream.blocks = blocks
+        if pages:
+            blocks = self.blocks(tokens)
+            self._widen(blocks)
+            self._tables[self.paged, stream.row, stream.blocks : blocks] = np.reshape(pages, (len(self.paged), -1))
+            stream.blocks = blocks
+        return copies
 
     def shrink(self, stream: Stream, blocks: int, copies: Iterable[Copy] = ()) -> None:
         """Undoes grow(), which returned `copies`, of a stream that had `blocks` blocks, or the later part of it."""
@@ -289,11 +294,10 @@ class KVCache:
             self.pool.share([src])
             self.pool.release([dst])
             self._tables[g, stream.row, column] = src
-        if stream.blocks == blocks:
-            return
-        self.pool.release(reversed(self._pages(stream, blocks)))
-        self._tables[self.paged, stream.row, blocks : stream.blocks] = -1
-        stream.blocks = blocks
+        if stream.blocks > blocks:
+            self.pool.release(reversed(self.held(stream, blocks)))
+            self._tables[self.paged, stream.row, blocks : stream.blocks] = -1
+            stream.blocks = blocks
 
     def rewind(self, stream: Stream) -> None:
         """Forgets what a failed step may have spoilt: the last, partly filled page; with recurrent states, everything."""
@@ -323,9 +327,10 @@ class KVCache:
         self._rows.append(stream.row)
         stream.row, stream.blocks, stream.computed, stream.forked = -1, 0, 0, False
 
-    def held(self, stream: Stream) -> list[int]:
-        """The pages a stream owns, first blocks first."""
-        return self._pages(stream, 0) if stream.row >= 0 else []
+    def held(self, stream: Stream, start: int = 0) -> list[int]:
+        """The pages a stream owns from column `start` on, column by column, so that all groups of a prefix age together."""
+        columns = self._tables[:, stream.row, start : max(stream.blocks, 1)].T.ravel()
+        return cast(list[int], columns[columns >= 0].tolist()) if stream.row >= 0 else []
 
     def check_idle(self) -> None:
         """Raises AssertionError if anything is still held; O(1)."""
@@ -363,28 +368,11 @@ class KVCache:
         assert len(set(rows)) == len(rows) and len(rows) + len(self._rows) == self._tables.shape[1], "a row is lost or used twice"
         assert (self._tables[:, self._rows] == -1).all(), "a free row still names pages"
 
-    def _pages(self, stream: Stream, start: int) -> list[int]:
-        """Pages from column `start` on, column by column, so that all groups of a prefix age together."""
-        columns = self._tables[:, stream.row, start : max(stream.blocks, 1)].T.ravel()
-        pages: list[int] = columns[columns >= 0].tolist()
-        return pages
-
     def _last(self, stream: Stream) -> list[tuple[int, int, int]]:
         """(group, column, page) of what the next token may change and is there: recurrent states, the partly filled page."""
         columns = range(stream.computed // self.page_size, stream.blocks)
         places = [(g, 0) for g in self.recurrent] + [(g, column) for g in self.paged for column in columns]
         return [(g, column, int(self._tables[g, stream.row, column])) for g, column in places]
-
-    def _hit(self, stream: Stream, blocks: int) -> Hit:
-        pages, restore = [list[int]() for _ in self.paged], list[tuple[int, int]]()
-        for mine, g, back in zip(pages, self.paged, self._lookback):
-            for block in range(max(0, blocks - back), blocks):
-                page = self.pool.lookup((stream.keys[block], g))
-                if page is None:
-                    restore.append((g, block))
-                else:
-                    mine.append(page)
-        return Hit(blocks, blocks * self.page_size, pages, tuple(restore), len(restore), {})
 
     def _unpack(self, stream: Stream, parcel: Parcel) -> Hit:
         """All of what another engine has computed, as far as later tokens read it."""

@@ -76,16 +76,14 @@ def unpack(data: bytes) -> tuple[dict[str, Any], dict[str, tuple[str, Array]]]:
 def _arrays(listed: list[Any], data: memoryview) -> dict[str, tuple[str, Array]]:
     at, found = 0, dict[str, tuple[str, Array]]()
     for entry in listed:
-        name, dtype, shape = entry if isinstance(entry, list) and len(entry) == 3 else (None, None, None)
-        sizes = (
-            shape if isinstance(shape, list) and len(shape) <= MAX_DIMS and all(type(n) is int and n >= 0 for n in shape) else None
-        )
-        if not isinstance(name, str) or name in found or not isinstance(dtype, str) or dtype not in TYPES or sizes is None:
+        name, dtype, shape = entry if isinstance(entry, list) and len(entry) == 3 else ("", "", None)
+        named = isinstance(name, str) and name not in found and isinstance(dtype, str) and dtype in TYPES
+        if not named or not isinstance(shape, list) or len(shape) > MAX_DIMS or any(type(n) is not int or n < 0 for n in shape):
             raise PageFormatError(f"the header's entry {entry!s:.80} is no array that can be read")
-        end = at + math.prod(sizes) * np.dtype(TYPES[dtype]).itemsize
-        if end > len(data) or math.prod(n or 1 for n in sizes) > 1 << 40:
+        end = at + math.prod(shape) * np.dtype(TYPES[dtype]).itemsize
+        if end > len(data) or math.prod(n or 1 for n in shape) > 1 << 40:
             raise PageFormatError(f"the array {name!r} ends at byte {end} of {len(data)}")
-        found[name] = dtype, np.frombuffer(data[at:end], TYPES[dtype]).reshape(sizes)
+        found[name] = dtype, np.frombuffer(data[at:end], TYPES[dtype]).reshape(shape)
         at = end
     if at != len(data):
         raise PageFormatError(f"the header describes {at} bytes of arrays, the record has {len(data)}")

@@ -68,8 +68,10 @@ class BlockPool:
         """One owner less. Release a sequence's last page first: then the start of a prefix, which others share, outlives it."""
         for page in pages:
             self.refs[page] -= 1
-            if self.refs[page] == 0:
-                self._put_back(page)
+            if self.refs[page] == 0 and self._keys[page] is None:
+                self._free.append(page)
+            elif self.refs[page] == 0:
+                self._idle[page] = None
 
     def publish(self, page: int, key: Key, parent: Key | None = None, origin: Origin | None = None) -> None:
         """The owned page `page` is full and holds what `key` says, which is of no use without what `parent` says. The first page
@@ -115,12 +117,6 @@ class BlockPool:
             if origin is not None:
                 self.evicted.append(Evicted(page, key, origin))
         return page
-
-    def _put_back(self, page: int) -> None:
-        if self._keys[page] is None:
-            self._free.append(page)
-        else:
-            self._idle[page] = None
 
 
 class Ledger:

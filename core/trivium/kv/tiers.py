@@ -108,11 +108,9 @@ class Disk:
 
     def write(self, key: Key, page: Page) -> None:
         """Writes behind the caller's back, or drops the page if too much waits already; after close(), on this thread."""
-        if (
-            self.holds(key)
-            or (size := sum(array.nbytes for array in page.arrays)) > self._capacity
-            or (not self._closed and self._waiting + size > MAX_IN_FLIGHT)
-        ):
+        size = sum(array.nbytes for array in page.arrays)
+        busy = not self._closed and self._waiting + size > MAX_IN_FLIGHT
+        if busy or size > self._capacity or self.holds(key):
             return
         self._queued[key] = page
         self._waiting += size
@@ -180,13 +178,9 @@ class Disk:
     def _parse(self, data: bytes, group: int, origin: Origin) -> Page:
         (meta, arrays), shapes = unpack(data), self._layout.shapes(group, self._layout.spec.page_size)
         tokens = arrays.pop("tokens", ("", np.zeros(0)))[1].tobytes()
-        want = {name: (stored_dtype(self._layout.spec, group), shape) for name, shape in shapes.items()}
-        said = {name: meta.get(name) for name in self._said(group, origin)}
-        if (
-            said != self._said(group, origin)
-            or tokens != origin.tokens
-            or want != {n: (d, a.shape) for n, (d, a) in arrays.items()}
-        ):
+        said = self._said(group, origin)
+        want = said, origin.tokens, {name: (stored_dtype(self._layout.spec, group), shape) for name, shape in shapes.items()}
+        if want != ({n: meta.get(n) for n in said}, tokens, {n: (dtype, array.shape) for n, (dtype, array) in arrays.items()}):
             raise PageFormatError("it belongs to another model, layout or text than its name says")
         return Page(origin, tuple(arrays[name][1] for name in shapes))
 

@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import pairwise
+from heapq import merge
+from itertools import pairwise, takewhile
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -99,10 +100,8 @@ class Scheduler:
         """Raises CapacityError if a sequence of `tokens` computed tokens could not run even alone."""
         need, have = self.kv.peak_pages(tokens), self.kv.pool.pages
         if need > have:
-            raise CapacityError(
-                f"{tokens} tokens need {need} pages of the KV cache, which has {have} of {self.kv.page_size} tokens each; "
-                "shorten the prompt, lower max_tokens, or start with a larger cache"
-            )
+            lack = f"{tokens} tokens need {need} pages of the KV cache, which has {have} of {self.kv.page_size} tokens each"
+            raise CapacityError(f"{lack}; shorten the prompt, lower max_tokens, or start with a larger cache")
 
     def add(self, seq: Sequence) -> None:
         """Puts a sequence in its place among the waiting ones."""
@@ -236,16 +235,12 @@ class _Planner:
         self.draft = StepPlan()
 
     def plan(self, running: Seq[Sequence], waiting: Seq[Sequence]) -> StepPlan:
-        seen, gone = 0, self.draft.preempted
-        for seq in running:
-            while self.open and seen < len(waiting) and waiting[seen].order < seq.order:
-                self.open = self._admit(waiting[seen])
-                seen += 1
-            if seq not in gone:
+        candidates = takewhile(lambda _: self.open, waiting)  # once one was not admitted, the others needn't be looked at
+        for seq in merge(running, candidates, key=_order):
+            if not seq.running:
+                self.open = self.open and self._admit(seq)
+            elif seq not in self.draft.preempted:
                 self._continue(seq)
-        while self.open and seen < len(waiting):
-            self.open = self._admit(waiting[seen])
-            seen += 1
         self.draft.spare_tokens, self.draft.spare_pages = self.tokens, self.ledger.free - self.promised
         return self.draft
 
