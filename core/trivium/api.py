@@ -220,7 +220,7 @@ class _Opened(ABC):
         return [_Request(ids, one) for ids, one in zip(prompts, each, strict=True)]
 
 
-class LLM(_Opened):
+class LLM(_Opened, contextlib.AbstractContextManager["LLM"]):
     """A loaded model. A context manager; threads may share it (one steps at a time, for all)."""
 
     def _start(self) -> list[Callable[[], None]]:
@@ -233,9 +233,6 @@ class LLM(_Opened):
         """Gives the memory back, between two steps. Whatever still runs ends with an error."""
         with self._lock:
             super().close()
-
-    def __enter__(self) -> LLM:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -351,15 +348,12 @@ class LLM(_Opened):
             self.engine.abort(number)
 
 
-class AsyncLLM(_Opened):
+class AsyncLLM(_Opened, contextlib.AbstractAsyncContextManager["AsyncLLM"]):
     """A loaded model for asyncio: its engine steps in a thread of its own, requests come and go. An async context manager."""
 
     def _start(self) -> list[Callable[[], None]]:
         self.async_engine = AsyncEngine(self.engine)
         return [self.async_engine.close]
-
-    async def __aenter__(self) -> AsyncLLM:
-        return self
 
     async def __aexit__(self, *_: object) -> None:
         await asyncio.to_thread(self.close)

@@ -7,6 +7,7 @@ import queue
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractAsyncContextManager
 from typing import Any, NamedTuple
 
 from trivium.engine.engine import Engine
@@ -33,7 +34,7 @@ class _Listener(NamedTuple):
             return  # the loop was closed: nobody listens any more
 
 
-class AsyncEngine:
+class AsyncEngine(AbstractAsyncContextManager["AsyncEngine"]):
     """Owns an Engine, which nobody else may call from then on. Close it, or use it as an async context manager."""
 
     def __init__(self, engine: Engine) -> None:
@@ -45,9 +46,6 @@ class AsyncEngine:
         self._stopped = False
         self._thread = threading.Thread(target=self._loop, name="trivium-engine", daemon=True)
         self._thread.start()
-
-    async def __aenter__(self) -> AsyncEngine:
-        return self
 
     async def __aexit__(self, *_: object) -> None:
         await asyncio.to_thread(self.close)

@@ -218,7 +218,7 @@ class Engine:
         ahead = self.model.capabilities.asynchronous and self.speculator is None  # drafts follow from the tokens of this step
         following = self._prepare_after(flight) if ahead else None
         try:
-            landed = self._wait(flight, following)
+            landed = self._wait(flight, *([] if following is None else [following]))
         except Exception as fault:
             self.stats.failed_steps += 1
             count = len(flight.plan.entries)
@@ -239,13 +239,13 @@ class Engine:
             return self._end(self._completions[seq].request, "error", fault)
         return self._finish(flight, landed)
 
-    def _wait(self, flight: Flight, following: Flight | None = None) -> Landed:
+    def _wait(self, flight: Flight, *later: Flight) -> Landed:
+        """What a step gave; if it fails, everything but preemptions is as it was before it and `later` ones were prepared."""
         try:
             return self.runner.wait(flight)
         except BaseException:
-            if following is not None:
-                self.runner.undo(following)
-            self.runner.undo(flight)
+            for lost in (*later, flight):
+                self.scheduler.roll_back(lost.plan, ran=lost.ran)
             raise
 
     def _prepare_after(self, flight: Flight) -> Flight | None:

@@ -138,7 +138,8 @@ def plan(
             raise InvalidRequestError(f"{param} must be a name, not {name!r}", param=param)
     chosen, device = resolve_backend(backend)
     capabilities = capabilities_of(chosen, device)
-    _check_choice("dtype", options.dtype, (*capabilities.dtypes, *_float_formats(capabilities)), capabilities)
+    floats = [f.name for f in capabilities.weight_formats if f.name in _SAMPLE_FORMATS]
+    _check_choice("dtype", options.dtype, (*capabilities.dtypes, *floats), capabilities)
     _check_choice("kv_dtype", options.kv_dtype, capabilities.kv_dtypes, capabilities)
     path = resolve_model(model, progress=progress)
     checkpoint = open_checkpoint(path)
@@ -160,8 +161,8 @@ def plan(
         traced, targets = with_lora(traced, options.max_loras, options.max_lora_rank)
     kernels = kernels_of(chosen, device)
     program = rewrite(traced, patterns(kernels), accept=lambda call: accepts(call, kernels))
-    routes = tuple(_route(c, program, checkpoint, capabilities, options) for c in program.constants)
-    return Plan(path, checkpoint, chosen, device, capabilities, traced, program, routes, max_model_len, targets, options)
+    p = Plan(path, checkpoint, chosen, device, capabilities, traced, program, (), max_model_len, targets, options)
+    return p._replace(routes=tuple(_route(constant, p) for constant in program.constants))
 
 
 def load(
@@ -238,10 +239,6 @@ def _graph_sizes(capabilities: Capabilities, layers: int, largest: int) -> tuple
     return tuple(sizes[len(sizes) - 1 - i * (len(sizes) - 1) // gaps] for i in reversed(range(count)))
 
 
-def _float_formats(capabilities: Capabilities) -> list[str]:
-    return [f.name for f in capabilities.weight_formats if f.name in _SAMPLE_FORMATS]
-
-
 def _check_choice(param: str, value: str | None, possible: tuple[str, ...], capabilities: Capabilities) -> None:
     if value not in ("auto", *possible):
         reason = capabilities.unsupported.get(str(value), "not possible on this backend")
@@ -249,11 +246,9 @@ def _check_choice(param: str, value: str | None, possible: tuple[str, ...], capa
         raise InvalidRequestError(f"{param} {value!r}: {reason}; choose from auto, {known}", param=param)
 
 
-def _route(
-    constant: Constant, program: Program, checkpoint: Checkpoint, capabilities: Capabilities, options: LoadOptions
-) -> tuple[Constant, Weight | None, WeightFormat, bool]:
+def _route(constant: Constant, p: Plan) -> tuple[Constant, Weight | None, WeightFormat, bool]:
     """The constant, its (sliced) checkpoint tensor, its resident format and whether that is lossless."""
-    formats = {f.name: f for f in capabilities.weight_formats}
+    formats, checkpoint = {f.name: f for f in p.capabilities.weight_formats}, p.checkpoint
     if constant.array is not None:
         return constant, None, formats["float32"], True
     if constant.source not in checkpoint.names():
@@ -263,16 +258,15 @@ def _route(
         weight = weight.slice_rows(*constant.rows)
     if weight.shape != constant.value.shape:
         raise CheckpointError(f"{constant.source} has the shape {weight.shape}; the configuration says {constant.value.shape}")
-    chosen = _choose_format(weight, constant, program, formats, options)
+    chosen = _choose_format(weight, constant, formats, p)
     return constant, weight, chosen, chosen.name == "float32" or weight.format in chosen.lossless_from
 
 
-def _choose_format(
-    weight: Weight, constant: Constant, program: Program, formats: Mapping[str, WeightFormat], options: LoadOptions
-) -> WeightFormat:
+def _choose_format(weight: Weight, constant: Constant, formats: Mapping[str, WeightFormat], p: Plan) -> WeightFormat:
+    options = p.options
     if len(weight.shape) < 2:
         return formats["float32"]
-    if options.quantize is not None and not _is_embedding(constant, program):
+    if options.quantize is not None and all(c.name != "embedding" for c in p.program.consumers().get(constant.value, ())):
         if options.quantize not in formats:
             known = ", ".join(formats)
             raise InvalidRequestError(f"quantize {options.quantize!r} is not a format here; {known} are", param="quantize")
@@ -280,10 +274,6 @@ def _choose_format(
     if options.dtype != "auto":
         return formats.get(options.dtype, formats["float32"])
     return next((f for f in formats.values() if weight.format in f.lossless_from), formats["float32"])
-
-
-def _is_embedding(constant: Constant, program: Program) -> bool:
-    return any(call.name == "embedding" for call in program.consumers().get(constant.value, ()))
 
 
 def _load_weights(session: Session, p: Plan, progress: Callable[[int, int], None] | None) -> dict[str, Any]:

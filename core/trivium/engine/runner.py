@@ -175,10 +175,6 @@ class Runner:
         flight.started = now
         return now
 
-    def undo(self, flight: Flight) -> None:
-        """Everything but preemptions as it was before prepare(); a later flight must have been undone."""
-        self._scheduler.roll_back(flight.plan, ran=flight.ran)
-
     def _reserve(self, plan: StepPlan, began: float) -> None:
         for seq in plan.preempted:
             self._scheduler.preempt(seq)
@@ -214,5 +210,5 @@ def _sampler_rows(flight: Flight) -> list[tuple[SamplerState, int, int]]:
             found.extend((sampler, row.start + 1 + i, target) for i, target in enumerate(targets))
         if row.sample:
             score = 0 if completion.over else -1  # what has ended is not to be sampled
-            found.extend((state, seq.length + i, score) for i, state in enumerate(sampler.ahead(entry.draft)))
+            found.extend((state, seq.length + i, score) for i, state in enumerate((sampler, *entry.states)))
     return found

@@ -38,7 +38,7 @@ def make_batch(entries: Seq[Entry], rows: Seq[RowMap], kv: KVCache, sampling: Sa
     wanted: list[int] = []
     pool_rows: list[int] = []
     query_starts, spans = [0], list[tuple[int, int, int]]()
-    for (seq, start, count, _, draft), (first, scores, sample, pooled) in zip(entries, rows):
+    for (seq, start, count, _, draft, _), (first, scores, sample, pooled) in zip(entries, rows):
         known, offset = start + count, len(tokens) - start
         tokens.extend(seq.tokens(start, known))
         tokens.extend(draft)

@@ -62,13 +62,14 @@ class Sequence(Stream):
 
 class Entry(NamedTuple):
     """`tokens` tokens of `seq` from position `start` on; `hit`: the cached prefix it begins with if it is admitted in this step;
-    `draft`: guesses of what follows its last known token, computed along with it."""
+    `draft`: guesses of what follows its last known token, computed along with it; `states`: what draws the token behind each."""
 
     seq: Sequence
     start: int
     tokens: int
     hit: Hit | None = None
     draft: tuple[int, ...] = ()
+    states: tuple[Any, ...] = ()
 
 
 @dataclass

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from array import array
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
 
@@ -77,52 +76,36 @@ def lookup_drafter(config: Speculative) -> Drafter:
     return kinds[config.method](config.prompt_lookup_min, config.prompt_lookup_max)
 
 
-class _Lookup(Drafter):
-    """Keeps an index of every sequence."""
+class NgramDrafter(Drafter):
+    """Prompt lookup: what followed the longest earlier occurrence of the last tokens, the latest of equally long ones."""
 
     def __init__(self, shortest: int, longest: int) -> None:
-        self._shortest = shortest
         self._longest = longest
-        self._indices: dict[Sequence, Index] = {}
+        self._indices = defaultdict[Sequence, Index](lambda: Index(shortest))
+        self._shared: list[Index] = []
 
     def propose(self, asks: Seq[Ask]) -> list[list[int]]:
-        return [self._propose(ask.seq, ask.limit) for ask in asks]
+        return [self._choose(self._ways(ask.seq, ask.limit), ask.limit) for ask in asks]
 
     def forget(self, seq: Sequence) -> None:
         self._indices.pop(seq, None)
 
-    @abstractmethod
-    def _propose(self, seq: Sequence, limit: int) -> list[int]: ...
+    def _ways(self, seq: Sequence, limit: int) -> list[list[int]]:
+        """What followed the longest earlier occurrences of the last tokens, latest first."""
+        own = self._indices[seq]
+        own.extend(seq.tokens(len(own.tokens)))
+        suffix = own.tokens[-self._longest :]
+        found = [(own.common(end, suffix), own, end) for end in own.ends(suffix) if end < seq.length]
+        for shared in self._shared:
+            found += [(shared.common(end, suffix), shared, end) for end in shared.ends(suffix, seq.root)]
+        best = max((length for length, _, _ in found), default=0)
+        return [index.after(end, limit) for length, index, end in found if length == best]
 
-    def _index(self, seq: Sequence) -> Index:
-        index = self._indices.get(seq)
-        if index is None:
-            index = self._indices[seq] = Index(self._shortest)
-        index.extend(seq.tokens(len(index.tokens)))
-        return index
-
-    def _matches(self, index: Index, suffix: Seq[int], root: bytes = b"") -> Iterator[tuple[int, int]]:
-        """(length, end) of earlier occurrences, latest first."""
-        own = len(index.tokens) if not root else -1
-        return ((index.common(end, suffix), end) for end in index.ends(suffix, root) if end != own)
-
-
-class NgramDrafter(_Lookup):
-    """Prompt lookup: what followed the longest earlier occurrence of the last tokens, the latest of equally long ones."""
-
-    def _propose(self, seq: Sequence, limit: int) -> list[int]:
-        index = self._index(seq)
-        suffix = index.tokens[-self._longest :]
-        best, found = 0, len(index.tokens)
-        for length, end in self._matches(index, suffix):
-            if length > best:
-                best, found = length, end
-            if length == len(suffix):
-                break
-        return index.after(found, limit)
+    def _choose(self, ways: list[list[int]], limit: int) -> list[int]:
+        return ways[0] if ways else []
 
 
-class SuffixDrafter(_Lookup):
+class SuffixDrafter(NgramDrafter):
     """What most often followed the longest earlier occurrences of the last tokens, in the sequence itself and in finished ones with
     the same root (model, adapter and tenant); of equally frequent tokens the latest."""
 
@@ -136,18 +119,10 @@ class SuffixDrafter(_Lookup):
         newer = self._shared[0]
         newer.extend([*seq.tokens(max(seq.length - KEPT_TOKENS, 0)), GAP], seq.root)
         if len(newer.tokens) > SHARED_TOKENS // 2:
-            self._shared = [Index(self._shortest), newer]
+            self._shared = [Index(newer.order), newer]
 
-    def _propose(self, seq: Sequence, limit: int) -> list[int]:
-        own = self._index(seq)
-        suffix = own.tokens[-self._longest :]
-        found = [
-            (length, index, end)
-            for index, root in [(own, b""), *((shared, seq.root) for shared in self._shared)]
-            for length, end in self._matches(index, suffix, root)
-        ]
-        best = max((length for length, _, _ in found), default=0)
-        return _majority([index.after(end, limit) for length, index, end in found if length == best], limit)
+    def _choose(self, ways: list[list[int]], limit: int) -> list[int]:
+        return _majority(ways, limit)
 
 
 def _majority(ways: list[list[int]], limit: int) -> list[int]:

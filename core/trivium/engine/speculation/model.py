@@ -120,7 +120,5 @@ class ModelDrafter(Drafter):
 def check_rewinds(model: Model, what: str) -> None:
     """Raises UnsupportedError if a sequence of this model can't be set back by some tokens."""
     if any(not group.spec.paged for group in model.kv_spec.groups):
-        raise UnsupportedError(
-            f"speculative: the {what} model has recurrent states, which can't take back a rejected token; leave speculation out",
-            param="speculative",
-        )
+        message = f"speculative: the {what} model has recurrent states, which can't take back a token; leave speculation out"
+        raise UnsupportedError(message, param="speculative")

@@ -140,9 +140,8 @@ class Speculator:
                 asks.append(Ask(entry.seq, allowed, self._completions[entry.seq].sampler))
                 places.append(at)
         for at, ask, draft in zip(places, asks, self._propose(asks)):
-            if draft:
-                usable = len(ask.sampler.ahead(draft)) - 1
-                plan.entries[at] = plan.entries[at]._replace(draft=tuple(draft[:usable]))
+            states = ask.sampler.ahead(draft)[1:]  # fewer than drafts if not all of them are possible
+            plan.entries[at] = plan.entries[at]._replace(draft=tuple(draft[: len(states)]), states=tuple(states))
 
     def measure(self, plan: StepPlan, seconds: float) -> None:
         """The device took `seconds` for this plan."""
