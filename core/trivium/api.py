@@ -116,8 +116,7 @@ class _Opened(ABC):
             self.tokenizer = self.loaded.tokenizer
             self.engine = Engine(self.loaded, self.tokenizer, config, drafter=drafter)
             opened.callback(self.engine.close)
-            for close in self._start():
-                opened.callback(close)
+            self._start(opened)
             self._finalizer = weakref.finalize(self, opened.pop_all().close)
 
     def _drafter(self, wanted: Speculative | None, seqs: int, opened: contextlib.ExitStack, report: _Progress) -> Drafter | None:
@@ -132,8 +131,8 @@ class _Opened(ABC):
         return ModelDrafter(draft, seqs, draft.max_num_batched_tokens)
 
     @abstractmethod
-    def _start(self) -> list[Callable[[], None]]:
-        """What must be set up once the engine stands; returns what must be closed before the sessions."""
+    def _start(self, opened: contextlib.ExitStack) -> None:
+        """Sets up what runs the engine; `opened` gets what must be closed before it."""
 
     def close(self) -> None:
         """Gives the memory back. Nothing but close() may be called afterwards."""
@@ -223,11 +222,10 @@ class _Opened(ABC):
 class LLM(_Opened, contextlib.AbstractContextManager["LLM"]):
     """A loaded model. A context manager; threads may share it (one steps at a time, for all)."""
 
-    def _start(self) -> list[Callable[[], None]]:
+    def _start(self, opened: contextlib.ExitStack) -> None:
         self._lock = threading.Lock()
         self._inbox: dict[int, deque[RequestOutput]] = {}
         self._left: deque[int] = deque()
-        return []
 
     def close(self) -> None:
         """Gives the memory back, between two steps. Whatever still runs ends with an error."""
@@ -351,9 +349,9 @@ class LLM(_Opened, contextlib.AbstractContextManager["LLM"]):
 class AsyncLLM(_Opened, contextlib.AbstractAsyncContextManager["AsyncLLM"]):
     """A loaded model for asyncio: its engine steps in a thread of its own, requests come and go. An async context manager."""
 
-    def _start(self) -> list[Callable[[], None]]:
+    def _start(self, opened: contextlib.ExitStack) -> None:
         self.async_engine = AsyncEngine(self.engine)
-        return [self.async_engine.close]
+        opened.callback(self.async_engine.close)
 
     async def __aexit__(self, *_: object) -> None:
         await asyncio.to_thread(self.close)

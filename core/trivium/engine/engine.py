@@ -32,8 +32,7 @@ from trivium.errors import BackendError, InvalidRequestError, PageFormatError, T
 from trivium.kv import Disk, Hit, KVCache, Tiers
 from trivium.ops import Sampled
 from trivium.sampling import SamplingParams
-from trivium.sched import Entry, Scheduler, StepPlan
-from trivium.sched import Sequence as Stream
+from trivium.sched import Entry, Scheduler, Sequence as Stream, StepPlan
 from trivium.text import Tokenizer
 from trivium.text.reader import Reader
 

@@ -97,27 +97,25 @@ class Intake:
         limit = self.model.max_model_len
         wanted = max(limit - prompt, 1) if max_tokens is None else max_tokens
         if prompt + wanted > limit:
-            raise ContextLengthError(
-                f"the prompt has {prompt} tokens and {wanted} more are asked for, but prompt and output together can have "
-                f"{limit}; shorten the prompt or lower max_tokens", param="prompt",
-            )  # fmt: skip
+            message = (
+                f"the prompt has {prompt} tokens and {wanted} more are asked for, but prompt and output together can have {limit}"
+            )
+            raise ContextLengthError(f"{message}; shorten the prompt or lower max_tokens", param="prompt")
         self._check_fits(prompt + max(wanted - 1, 0))
         return wanted
 
     def _build(self, request: Request, priority: int, adapter: Adapter | None) -> None:
         """Gives a request its outputs."""
-        ids, params, pool = request.prompt_ids, request.params, request.pool
+        ids, params, pool, model = request.prompt_ids, request.params, request.pool, self.model
         owner = "" if self._config.enable_prefix_caching else str(request.id)
-        root = root_key(self.model.fingerprint, adapter.fingerprint if adapter else "", request.salt, owner)
+        root = root_key(model.fingerprint, adapter.fingerprint if adapter else "", request.salt, owner)
         search = BeamSearch(params, request.end_ids, request.max_tokens) if params.beam_width else None
         asked = params.of_each_beam(search.candidates) if search else params
-        bad_words = bad_word_ids(params.bad_words, lambda text: self._tokenizer.encode(text, add_special_tokens=False))
+        banned = bad_word_ids(params.bad_words, lambda text: self._tokenizer.encode(text, add_special_tokens=False))
         known = ids if pool is None else ids[: pool.tokens]
         for index in range(count := asked.best_of or asked.n):
-            sampler = SamplerState(
-                asked, ids, self.model.eos_ids, self.model.vocab_size, request.seed, index=index, bad_words=bad_words,
-                grammar=self.matcher(asked),
-            )  # fmt: skip
+            rules = asked, ids, model.eos_ids, model.vocab_size, request.seed
+            sampler = SamplerState(*rules, index=index, bad_words=banned, grammar=self.matcher(asked))
             scores = len(ids) - 1 if params.prompt_logprobs is not None and index == 0 else 0
             seq = Stream(known, root, (priority, request.id, index), limit=len(known) + request.max_tokens, score_end=scores)
             seq.scored, seq.adapter = len(request.prompt_logprobs) - 1, adapter

@@ -20,13 +20,11 @@ from trivium.kv.neutral import rotations
 from trivium.models import build, describe
 from trivium.models.lora import Target, with_lora
 from trivium.ops import Constant, Group, KVSpec, Program, Weight, rewrite
-from trivium.plugin import Backend, Capabilities, Device, Executable, Session, WeightFormat
-from trivium.plugin import resolve as resolve_backend
+from trivium.plugin import Backend, Capabilities, Device, Executable, Session, WeightFormat, resolve as resolve_backend
 from trivium.plugin.guard import blame, capabilities_of, expect, kernels_of
 from trivium.plugin.select import accepts, patterns
 from trivium.text import Tokenizer
-from trivium.weights import Checkpoint, open_checkpoint
-from trivium.weights import resolve as resolve_model
+from trivium.weights import Checkpoint, open_checkpoint, resolve as resolve_model
 
 MEMORY_SHARE = 0.4
 """Share of the free memory that the page pool may take when its size is not given."""

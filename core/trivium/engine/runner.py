@@ -15,8 +15,7 @@ from trivium.ops import Batch, Sampled
 from trivium.ops.batch import F32, I32
 from trivium.plugin.contract import Step
 from trivium.sampling import SamplerState, build_inputs
-from trivium.sched import Entry, RowMap, Scheduler, StepPlan, make_batch, sampled_rows
-from trivium.sched import Sequence as Stream
+from trivium.sched import Entry, RowMap, Scheduler, Sequence as Stream, StepPlan, make_batch, sampled_rows
 
 _NO_ROWS = build_inputs([], 1)
 

@@ -316,7 +316,12 @@ class KVCache:
         for block in range(before, full if not self.recurrent else before):
             for g in self.paged:
                 self._publish(stream, block, g)
-        self._drop_outside(stream, full)
+        for i, (g, back) in enumerate(zip(self.paged, self._lookback)):
+            if full - back > stream.first[i]:
+                gone = slice(stream.first[i], full - back)
+                self.pool.release(self._tables[g, stream.row, gone].tolist())
+                self._tables[g, stream.row, gone] = -1
+                stream.first[i] = full - back
 
     def release(self, stream: Stream) -> None:
         """Gives everything back. What was published can be found again."""
@@ -402,14 +407,6 @@ class KVCache:
             content = stream.tokens(b * self.page_size, (b + 1) * self.page_size).tobytes()
             stream.keys.append(blake2b(previous + content, digest_size=32).digest())
         return stream.keys[block]
-
-    def _drop_outside(self, stream: Stream, full: int) -> None:
-        for i, (g, back) in enumerate(zip(self.paged, self._lookback)):
-            if full - back > stream.first[i]:
-                gone = slice(stream.first[i], full - back)
-                self.pool.release(self._tables[g, stream.row, gone].tolist())
-                self._tables[g, stream.row, gone] = -1
-                stream.first[i] = full - back
 
     def _seat(self, stream: Stream) -> None:
         stream.row = self._rows.pop()

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import sys
 from bisect import bisect_left, insort
-from collections.abc import Iterator
-from collections.abc import Sequence as Seq
+from collections.abc import Iterator, Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from heapq import merge

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
-from collections.abc import Sequence as Seq
+from collections.abc import Iterable, Iterator, Sequence as Seq
 
 from trivium.engine.speculation.config import Speculative
 from trivium.engine.speculation.drafter import Ask, Drafter

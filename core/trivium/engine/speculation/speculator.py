@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Mapping, Sequence as Seq
 from collections import defaultdict
 from dataclasses import dataclass
 from itertools import chain
