@@ -78,13 +78,12 @@ def read(metadata: Mapping[str, Any]) -> tuple[Tokenizer, dict[str, Any], set[in
 
 
 def _byte_level(vocabulary: _Vocabulary) -> Tokenizer:
-    from tokenizers import Regex, Tokenizer, decoders
-    from tokenizers.models import BPE
+    from tokenizers import Regex, Tokenizer, decoders, models
     from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
 
     vocab = {token: index for index, token in enumerate(vocabulary.tokens)}
     cuts = [Split(Regex(pattern), behavior="isolated") for pattern in splits(vocabulary.pre)]
-    backend = Tokenizer(BPE(vocab=vocab, merges=vocabulary.merges, ignore_merges=vocabulary.pre in WHOLE_WORDS_FIRST))
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=vocabulary.merges, ignore_merges=vocabulary.pre in WHOLE_WORDS_FIRST))
     prefix = bool(vocabulary.found.get("add_space_prefix"))
     backend.pre_tokenizer = Sequence([*cuts, ByteLevel(add_prefix_space=prefix, use_regex=False)])
     backend.decoder = decoders.ByteLevel()
@@ -92,14 +91,13 @@ def _byte_level(vocabulary: _Vocabulary) -> Tokenizer:
 
 
 def _sentencepiece(vocabulary: _Vocabulary) -> Tokenizer:
-    from tokenizers import Tokenizer, decoders, normalizers
-    from tokenizers.models import BPE
+    from tokenizers import Tokenizer, decoders, models, normalizers
 
     tokens = [_BLANK * len(token) if token and not token.strip(" ") else token for token in vocabulary.tokens]
     unknown = tokens[vocabulary.ids["unknown"]] if "unknown" in vocabulary.ids else None
     merges = vocabulary.merges or derive_merges(tokens, vocabulary.types, vocabulary.scores)
     vocab = {token: index for index, token in enumerate(tokens)}
-    backend = Tokenizer(BPE(vocab=vocab, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
     prefix = vocabulary.model == "llama" and vocabulary.found.get("add_space_prefix") is not False
     blanks = normalizers.Replace(" ", _BLANK)
     backend.normalizer = normalizers.Sequence([normalizers.Prepend(_BLANK), blanks]) if prefix else blanks

@@ -15,6 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence, Set
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from functools import cached_property
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -63,7 +64,6 @@ class Grammars:
         self._eos_ids = eos_ids
         self._lock, self._building = threading.Lock(), threading.Lock()
         self._texts = id_mask(range(vocab_size), vocab_size) & ~self._mask(eos_ids)
-        self._tokenizer: LLTokenizer | None = None
         self._known: OrderedDict[tuple[str, str], Future[LLMatcher | str]] = OrderedDict()
 
     def matcher(self, kind: str, text: str, end_ids: Set[int]) -> Matcher:
@@ -107,15 +107,22 @@ class Grammars:
             return f"compiling it takes more than {COMPILE_SECONDS} s of processor time or {COMPILE_BYTES >> 20} MiB; simplify it"
         if trial.returncode > 0:
             return trial.stderr.decode(errors="replace").strip().rpartition("\n")[2]
-        matcher = LLMatcher(self._tokens(), trial.stdout.decode(), log_level=0, limits=LLParserLimits(**_LIMITS))
+        with self._building:  # one thread makes it, the others wait
+            trie = self._trie
+        matcher = LLMatcher(trie, trial.stdout.decode(), log_level=0, limits=LLParserLimits(**_LIMITS))
         matcher.compute_bitmask()  # an error if nothing may come first; and all copies find this mask's states made
         return _error(matcher) or matcher
 
-    def _tokens(self) -> LLTokenizer:
-        with self._building:
-            if self._tokenizer is None:
-                self._tokenizer = _trie(self._source, self._vocab_size, self._eos_ids)
-            return self._tokenizer
+    @cached_property
+    def _trie(self) -> LLTokenizer:
+        """The trie of all tokens: a tenth of a second for 49,152 of them, and their bytes as long again."""
+        from llguidance import LLTokenizer, TokenizerWrapper
+
+        ends = sorted(i for i in self._eos_ids if i < self._vocab_size)
+        tokens: Sequence[bytes] = [self._source.token_bytes(i) for i in range(self._vocab_size)]
+        parts = {"eos_token_id": ends[0] if ends else None, "bos_token_id": None, "tokens": tokens}
+        wrapper = TokenizerWrapper(SimpleNamespace(**parts, special_token_ids=sorted(self._source.special_ids)))
+        return LLTokenizer(wrapper, eos_token=ends or None)
 
 
 @dataclass
@@ -181,14 +188,3 @@ def _rules(kind: str, text: str) -> str:
     if kind == "choice":
         return "start: CHOICE\nCHOICE: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in json.loads(text))
     return text
-
-
-def _trie(tokenizer: Tokenizer, vocab_size: int, eos_ids: Set[int]) -> LLTokenizer:
-    """The trie of all tokens: a tenth of a second for 49,152 of them, and their bytes as long again."""
-    from llguidance import LLTokenizer, TokenizerWrapper
-
-    ends = sorted(i for i in eos_ids if i < vocab_size)
-    tokens: Sequence[bytes] = [tokenizer.token_bytes(i) for i in range(vocab_size)]
-    parts = {"eos_token_id": ends[0] if ends else None, "bos_token_id": None, "tokens": tokens}
-    wrapper = TokenizerWrapper(SimpleNamespace(**parts, special_token_ids=sorted(tokenizer.special_ids)))
-    return LLTokenizer(wrapper, eos_token=ends or None)

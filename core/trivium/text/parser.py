@@ -70,9 +70,8 @@ class OutputParser:
 
     def finish(self) -> list[Event]:
         """The text ends here: what was held comes out."""
-        if not self._ended:
-            self._ended = True
-            next(self._parse, None)
+        self._ended = True
+        next(self._parse, None)
         return self._news()
 
     def _news(self) -> list[Event]:

@@ -32,8 +32,7 @@ class StopMatcher:
 
     def finish(self) -> str:
         """The text ends here: what was held, up to a match if one was held open."""
-        end, stop = self._first_match()
-        return self._cut(end, stop)
+        return self._cut(*self._first_match())
 
     def _show(self, end: int, stop: str | None) -> str:
         """Cuts where an earlier match, longer than the one at `end`, may still be completed, else at `end`."""

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from trivium.text.chat import ChatTemplate
 
 _ROLES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
-_TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>", "<|return|>", "<|call|>", "<|endoftext|>")
+_TURN_ENDS = {"<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>", "<|return|>", "<|call|>", "<|endoftext|>"}
 
 
 class Tokenizer:
@@ -49,7 +49,9 @@ class Tokenizer:
         self.vocab_size = max(backend.get_vocab().values(), default=-1) + 1
         self.bos_id = backend.token_to_id(bos) if bos else None
         self._adds_bos = self.bos_id is not None and backend.encode("").ids[:1] == [self.bos_id]
-        self.eos_ids = frozenset(end_ids | {index for index, text in self._added.items() if text == eos} | self._turn_ends())
+        separates = {"<|end|>"} if "<|return|>" in self._added.values() else set()  # the messages of one answer
+        turns = {i for i in self.special_ids if self._added[i] in _TURN_ENDS - separates}
+        self.eos_ids = frozenset(end_ids | turns | {i for i, text in self._added.items() if text == eos})
         self.strips_leading_space = self._spelling.strips
         self.chat_template = self._templates.get("default")
 
@@ -147,12 +149,6 @@ class Tokenizer:
             compiled = ChatTemplate(source)
             self._compiled = dict([*self._compiled.items(), (source, compiled)][-8:])
         return self._compiled[source]
-
-    def _turn_ends(self) -> set[int]:
-        ids = {text: i for i, text in self._added.items() if i in self.special_ids and text in _TURN_ENDS}
-        if "<|return|>" in ids:  # there <|end|> only separates the messages of one answer
-            ids.pop("<|end|>", None)
-        return set(ids.values())
 
 
 def _read_json(text: str) -> tokenizers.Tokenizer:
