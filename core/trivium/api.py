@@ -381,8 +381,7 @@ class AsyncLLM(_Opened, contextlib.AbstractAsyncContextManager["AsyncLLM"]):
     ) -> AsyncIterator[RequestOutput]:  # fmt: skip
         """As LLM.stream; closing the iterator or cancelling its task aborts the request."""
         request = self._request(prompt, sampling_params, tools, tool_choice, more)
-        news = self.async_engine.stream(request.ids, request.params, **request.options)
-        async with contextlib.aclosing(cast(Any, news)):
+        async with contextlib.aclosing(self.async_engine.stream(request.ids, request.params, **request.options)) as news:
             async for output in news:
                 yield output
                 if output.error is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager
 from typing import Any, NamedTuple
@@ -50,13 +50,12 @@ class AsyncEngine(AbstractAsyncContextManager["AsyncEngine"]):
     async def __aexit__(self, *_: object) -> None:
         await asyncio.to_thread(self.close)
 
-    async def stream(
+    def stream(
         self, prompt_ids: Sequence[int], params: SamplingParams | None = None, **options: Any
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         """News of one request as they come, the last with finished=True; `options` as in Engine.add_request. The request is
         aborted if the iterator is closed or its task is cancelled. Bad requests raise what Engine.add_request raises."""
-        async for output in self._listen(prompt_ids, params, {"stream": True, **options}):
-            yield output
+        return self._listen(prompt_ids, params, {"stream": True, **options})
 
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams | None = None, **options: Any) -> RequestOutput:
         """The whole output of one request; aborted if the task is cancelled."""
@@ -77,7 +76,9 @@ class AsyncEngine(AbstractAsyncContextManager["AsyncEngine"]):
             self._drain(block=False)
         return await asyncio.wrap_future(future)
 
-    async def _listen(self, ids: Sequence[int], params: SamplingParams | None, options: Options) -> AsyncIterator[RequestOutput]:
+    async def _listen(
+        self, ids: Sequence[int], params: SamplingParams | None, options: Options
+    ) -> AsyncGenerator[RequestOutput, None]:
         listener = _Listener(asyncio.get_running_loop(), asyncio.Queue())
         number: list[int] = []
 
@@ -130,14 +131,14 @@ class AsyncEngine(AbstractAsyncContextManager["AsyncEngine"]):
     def _step(self) -> None:
         try:
             outputs = self._engine.step()
-            self._failures = 0
         except Exception as fault:
             self._failures += 1
             if self._failures >= MAX_FAILURES:
                 reason = f"{type(fault).__name__}: {fault}"
                 self._stop(BackendError(f"the engine has stopped after {self._failures} failed steps: {reason}"))
-            return
-        self._deliver(outputs)
+        else:
+            self._failures = 0
+            self._deliver(outputs)
 
     def _stop(self, fault: TriviumError) -> None:
         self._fault = fault

@@ -94,9 +94,8 @@ class Engine:
             raise InvalidRequestError("a beam search has nothing to stream: its outputs are chosen at the end", param="stream")
         if stream and params is not None and params.ranked:
             raise InvalidRequestError("best_of can't be streamed: which outputs are best is known at the end", param="best_of")
-        request = self.intake.request(
-            self._count + 1, prompt_ids, params, client_id, priority, cache_salt, pooling, score_from, adapter
-        )
+        number = self._count + 1
+        request = self.intake.request(number, prompt_ids, params, client_id, priority, cache_salt, pooling, score_from, adapter)
         request.stream = stream
         if reader is not None:
             request.read_with(reader)
@@ -141,8 +140,7 @@ class Engine:
     def prepare(self, params: SamplingParams | None) -> None:
         """Compiles the grammar that a request will need, so that add_request() finds it made. From any thread, while others step.
         InvalidRequestError if the grammar is not possible."""
-        if params is not None:
-            self.intake.matcher(params)
+        self.intake.matcher(params)
 
     def load_adapter(self, name: str, adapter: Adapter | str | PathLike[str]) -> None:
         """Makes an adapter (a PEFT folder, or what Adapters.read() made of one) known as `name`; raises what read() and add()

@@ -33,9 +33,9 @@ class Intake:
     def __post_init__(self) -> None:
         self._grammars = Grammars(self._tokenizer, self.model.vocab_size, self.model.eos_ids)
 
-    def matcher(self, params: SamplingParams) -> Matcher | None:
+    def matcher(self, params: SamplingParams | None) -> Matcher | None:
         """A new matcher for one output, compiled if its grammar is new; from any thread."""
-        if params.structured_outputs is None:
+        if params is None or params.structured_outputs is None:
             return None
         return self._grammars.matcher(*StructuredOutputs.of(params.structured_outputs).spec, self._end_ids(params))
 

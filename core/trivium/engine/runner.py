@@ -108,7 +108,11 @@ class Runner:
         """Reserves pages and builds the arrays as far as tokens are known. A fault, here and in launch(), is raised by wait()."""
         flight = Flight(plan, began)
         try:
-            self._reserve(plan, began)
+            for seq in plan.preempted:
+                self._scheduler.preempt(seq)
+                self._stats.preemptions += 1
+                self._completions[seq].request.clock.preempt(seq.order[2], began)
+            self._scheduler.reserve(plan)
             at = pooled = 0
             for entry, row in zip(plan.entries, rows := [sampled_rows(entry) for entry in plan.entries]):
                 flight.parts.append(Part(self._completions[entry.seq], entry, row, at, pooled))
@@ -173,13 +177,6 @@ class Runner:
         self._stats.device_seconds += now - flight.started
         flight.started = now
         return now
-
-    def _reserve(self, plan: StepPlan, began: float) -> None:
-        for seq in plan.preempted:
-            self._scheduler.preempt(seq)
-            self._stats.preemptions += 1
-            self._completions[seq].request.clock.preempt(seq.order[2], began)
-        self._scheduler.reserve(plan)
 
     def _hidden(self, flight: Flight, step: Step) -> F32 | None:
         """float32[pooled rows, hidden_size]; None if the step has no such rows."""

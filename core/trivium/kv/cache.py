@@ -382,10 +382,8 @@ class KVCache:
     def _unpack(self, stream: Stream, parcel: Parcel) -> Hit:
         """All of what another engine has computed, as far as later tokens read it."""
         blocks, full = self.blocks(parcel.computed), parcel.computed // self.page_size
-        restore = [
-            (g, block) for g, back in zip(self.paged, self._lookback)
-            for block in range(max(parcel.parts[g][0] // self.page_size, full - back), blocks)
-        ]  # fmt: skip
+        firsts = [max(parcel.parts[g][0] // self.page_size, full - back) for g, back in zip(self.paged, self._lookback)]
+        restore = [(g, block) for g, first in zip(self.paged, firsts) for block in range(first, blocks)]
         items = (*restore, *((g, 0) for g in self.recurrent))
         return Hit(blocks, parcel.computed, [[] for _ in self.paged], items, len(restore), {})
 

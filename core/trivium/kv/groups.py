@@ -18,12 +18,8 @@ def plan_groups(states: Sequence[StateDecl], page_size: int, dtype: str) -> KVSp
     for index, decl in enumerate(states):
         kinds.setdefault(decl.spec, []).append(index)
     size = _run_length([len(layers) for layers in kinds.values()])
-    groups = [
-        Group(spec, tuple(layers[start : start + size]))
-        for spec, layers in kinds.items()
-        for start in range(0, len(layers), size)
-    ]  # fmt: skip
-    return KVSpec(page_size, dtype, tuple(groups))
+    runs = [(spec, layers[start : start + size]) for spec, layers in kinds.items() for start in range(0, len(layers), size)]
+    return KVSpec(page_size, dtype, tuple(Group(spec, tuple(run)) for spec, run in runs))
 
 
 def _run_length(counts: Sequence[int]) -> int:

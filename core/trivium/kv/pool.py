@@ -56,7 +56,10 @@ class BlockPool:
         """`count` pages with unknown content, each owned once. Raises CapacityError, and changes nothing, if there are fewer."""
         if count > self.available:
             raise CapacityError(f"{count} pages were asked for, {self.available} of {self.pages} are free")
-        return [self._take() for _ in range(count)]
+        pages = [self._free.pop() if self._free else self._evict() for _ in range(count)]
+        for page in pages:
+            self.refs[page] = 1
+        return pages
 
     def share(self, pages: Iterable[int]) -> None:
         """One more owner for each of these published or owned pages."""
@@ -98,11 +101,6 @@ class BlockPool:
         assert len(places) == self.pages and places.total() == self.pages, "a page is lost or in two places"
         assert all(self._keys[page] == key for key, page in self._pages.items()), "a published page lost its key"
         assert self._continued == Counter(self._origins[page][0] for page in self._pages.values()), "continued pages miscounted"
-
-    def _take(self) -> int:
-        page = self._free.pop() if self._free else self._evict()
-        self.refs[page] = 1
-        return page
 
     def _evict(self) -> int:
         page = next((page for page in self._idle if not self._continued[self._keys[page]]), next(iter(self._idle)))

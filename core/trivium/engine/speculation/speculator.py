@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Mapping, Sequence as Seq
 from collections import defaultdict
 from dataclasses import dataclass
-from itertools import chain
 
 import numpy as np
 
@@ -181,10 +180,9 @@ class Speculator:
         if not wanted or not self._costs.knows(known):
             return [0] * len(wanted)
         records = [self._records[plan.entries[at].seq] for at in wanted]
-        ranked = sorted(chain.from_iterable(
-            ((-record.rate**place, place, i) for place in range(1, most + 1))
-            for i, (record, most) in enumerate(zip(records, wanted.values()))
-        ))  # fmt: skip
+        ranked = sorted(
+            (-(records[i].rate ** place), place, i) for i, most in enumerate(wanted.values()) for place in range(1, most + 1)
+        )
         limits = [0] * len(records)
         for _, place, i in ranked[: self._costs.best(known, [-chance for chance, _, _ in ranked], [p for _, p, _ in ranked])]:
             limits[i] = place
