@@ -67,6 +67,7 @@ def test_o18_a_client_that_goes_away_frees_its_pages() -> None:
         first = await anext(stream)
         assert not first.finished
         await stream.aclose()
+        assert await served.call(lambda engine: list(engine._requests)) == []  # it is gone before whatever is asked next
         assert await until_idle(served) == 30_000
         task = asyncio.create_task(served.generate([5, 6, 7], greedy(90_000)))
         while not await served.call(lambda engine: engine.has_unfinished()):

@@ -215,7 +215,7 @@ class Engine:
         ahead = self.model.capabilities.asynchronous and self.speculator is None  # drafts follow from the tokens of this step
         following = self._prepare_after(flight) if ahead else None
         try:
-            landed = self._wait(flight, *([] if following is None else [following]))
+            landed = self._wait(flight, following)
         except Exception as fault:
             self.stats.failed_steps += 1
             count = len(flight.plan.entries)
@@ -236,12 +236,12 @@ class Engine:
             return self._end(self._completions[seq].request, "error", fault)
         return self._finish(flight, landed)
 
-    def _wait(self, flight: Flight, *later: Flight) -> Landed:
-        """What a step gave; if it fails, everything but preemptions is as it was before it and `later` ones were prepared."""
+    def _wait(self, flight: Flight, following: Flight | None = None) -> Landed:
+        """What a step gave; if it fails, everything but preemptions is as it was before it and the following one were prepared."""
         try:
             return self.runner.wait(flight)
         except BaseException:
-            for lost in (*later, flight):
+            for lost in filter(None, (following, flight)):
                 self.scheduler.roll_back(lost.plan, ran=lost.ran)
             raise
 
@@ -272,6 +272,7 @@ class Engine:
         return moved
 
     def _settle(self, part: Part, landed: Landed) -> bool:
+        """What the next step builds on: tokens and pages. Nothing has moved yet as clients see it."""
         completion, entry, row, at, pooled = part
         right = completion.grow(landed.ids[at + row.scores : at + row.scores + row.sample], entry.draft)
         if row.pooled and completion.request.pool is not None and landed.hidden is not None:

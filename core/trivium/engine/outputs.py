@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
 from trivium.errors import TriviumError
+from trivium.ops.batch import F32
 from trivium.text.events import ContentDelta, Event, ReasoningDelta, ToolCall, joined, tool_calls
 
 
@@ -103,7 +101,7 @@ class RequestOutput:
     finished: bool
     metrics: Metrics | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
-    embedding: npt.NDArray[np.float32] | None = None
+    embedding: F32 | None = None
     error: TriviumError | None = None
     client_id: str | None = None
 

@@ -6,12 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from trivium.engine.outputs import RequestOutput
 from trivium.errors import InvalidRequestError
+from trivium.ops.batch import F32
 
-F32 = npt.NDArray[np.float32]
 _FIRST_ROW: dict[str, Callable[[int], int]] = {"last": lambda tokens: tokens - 1, "mean": lambda tokens: 0, "cls": lambda tokens: 0}
 """By kind of pooling: from which row on the hidden states of a prompt count."""
 
