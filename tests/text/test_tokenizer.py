@@ -123,6 +123,17 @@ def test_tokens_that_only_the_configuration_names_are_added_if_they_have_an_id()
     assert len(tokenizer.encode("<absent>")) > 1
 
 
+def test_special_tokens_may_be_null_or_a_mapping_as_transformers_writes_them() -> None:
+    tokenizer = Tokenizer.from_data(byte_level_data(additional_special_tokens=None, extra_special_tokens={"think": "<think>"}))
+    assert "<think>" in {tokenizer.token_text(i) for i in tokenizer.special_ids}
+
+
+@pytest.mark.parametrize("templates", [["x"], [{"name": "default"}], [{"template": "x"}], 3, {"default": "x"}, None])
+def test_chat_templates_that_are_none_are_left_out(templates: object) -> None:
+    data = byte_level_data(chat_template=templates) | {"chat_template": None}
+    assert Tokenizer.from_data(data).chat_template is None
+
+
 def test_truncation_and_padding_in_tokenizer_json_are_ignored() -> None:
     data = byte_level_data()
     content = json.loads(data["tokenizer_json"])

@@ -108,8 +108,6 @@ class Environment(ImmutableSandboxedEnvironment):
             raise SecurityError("the template raises a number to too high a power")
         if operator == "*":
             _check_length(max(_length(left) * _count(right), _length(right) * _count(left)))
-        if operator == "+":
-            _check_length(_length(left) + _length(right))
         if operator == "%" and isinstance(left, str):
             _check_arguments("format", (left, right), {})
         return _check_size(super().call_binop(context, operator, left, right))

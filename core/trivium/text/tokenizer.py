@@ -165,8 +165,10 @@ def _read_json(text: str) -> tokenizers.Tokenizer:
 
 def _templates(configured: Any, default: str | None) -> dict[str, str]:
     """Chat templates by name, from one template or a list of {"name", "template"}, and the one that is the default anyway."""
-    named = configured if isinstance(configured, list) else [{"name": "default", "template": configured}] if configured else []
-    return {entry["name"]: entry["template"] for entry in named} | ({"default": default} if default else {})
+    listed = configured if isinstance(configured, list) else [{"name": "default", "template": configured}]
+    named = {entry.get("name"): entry.get("template") for entry in listed if isinstance(entry, Mapping)}
+    named |= {"default": default} if default else {}
+    return {name: text for name, text in named.items() if isinstance(name, str) and isinstance(text, str)}
 
 
 def _surround(backend: tokenizers.Tokenizer, bos: str | None, eos: str | None) -> Any:
@@ -185,7 +187,8 @@ def _add_configured_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, A
     """Added and special tokens that only tokenizer_config.json names; such without an id in the vocabulary stay unknown."""
     from tokenizers import AddedToken
 
-    extra = [*config.get("additional_special_tokens", ()), *config.get("extra_special_tokens", ())]
+    lists = config.get("additional_special_tokens") or (), config.get("extra_special_tokens") or ()
+    extra = [token for tokens in lists for token in (tokens.values() if isinstance(tokens, Mapping) else tokens)]
     special: dict[str, Any] = {"special": True, "normalized": False}
     wanted = {content: special for token in [*named.values(), *extra] if (content := _content(token))}
     fields = ("special", "normalized", "lstrip", "rstrip", "single_word")
