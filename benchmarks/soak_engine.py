@@ -109,7 +109,7 @@ def _params(rng: random.Random) -> SamplingParams:
         {"allowed_token_ids": rng.sample(range(IDS), 40)}, {"n": 2}, {"logprobs": rng.randrange(4)}, {"prompt_logprobs": 1},
         {"stop": [chr(97 + rng.randrange(26)), "the"]}, {"stop_token_ids": rng.sample(range(IDS), 5)}, {"ignore_eos": True},
         {"min_tokens": fields["max_tokens"] // 2}, {"bad_words": ["a", "no"]},
-        {"typical_p": 0.8}, {"top_n_sigma": 1.5}, {"xtc_probability": 0.6, "xtc_threshold": 0.1},
+        {"dry_multiplier": 0.8}, {"typical_p": 0.8}, {"top_n_sigma": 1.5}, {"xtc_probability": 0.6, "xtc_threshold": 0.1},
         *({"structured_outputs": grammar} for grammar in _GRAMMARS),
     ]  # fmt: skip
     for extra in rng.sample(extras, rng.randrange(3)):

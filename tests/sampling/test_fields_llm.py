@@ -7,9 +7,10 @@ import dataclasses
 import numpy as np
 import pytest
 from chat_models import make_chat_model
+from dry_oracle import brute
 
 from trivium import LLM, SamplingParams
-from trivium.errors import BackendError, InvalidRequestError
+from trivium.errors import BackendError, InvalidRequestError, PluginError
 from trivium.plugin import find_backends
 
 HERE = [s.name for s in find_backends() if s.devices and s.name in ("reference", "cpu")]
@@ -42,6 +43,17 @@ def nothing_is_left_behind(llm):
     assert not llm.engine.has_unfinished()
 
 
+@pytest.fixture
+def plugins(tmp_path, monkeypatch):
+    """The distribution that holds helpers/shouting_plugin.py."""
+    info = tmp_path / "shouting-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: shouting\nVersion: 1.0\n")
+    lines = ["[trivium.logits_processors]", "shout = shouting_plugin:shout", "faulty = shouting_plugin:faulty", "none = math"]
+    (info / "entry_points.txt").write_text("\n".join(lines) + "\n")
+    monkeypatch.syspath_prepend(tmp_path)
+
+
 def ids_of(output) -> list[int]:
     return list(output.outputs[0].token_ids)
 
@@ -63,6 +75,11 @@ def expected(reference, prompt: list[int], params: SamplingParams, ends: frozens
             x[i] -= params.frequency_penalty * made.count(i) + params.presence_penalty * (i in made)
         for i, bias in (params.logit_bias or {}).items():
             x[i] += bias
+        if params.dry_multiplier:
+            breakers = frozenset((ord(c),) for c in params.dry_sequence_breakers)
+            penalties = brute(prompt + made, breakers, params.dry_multiplier, params.dry_base, params.dry_allowed_length)
+            for i, value in penalties.items():
+                x[i] += value
         for word in params.bad_words:
             for ids in (list(word.encode()), list((" " + word).encode())):
                 if (made[len(made) - len(ids) + 1 :] if len(ids) > 1 else []) == ids[:-1]:
@@ -81,9 +98,13 @@ FIELDS = {
     "presence_penalty": {"presence_penalty": 1.5, "allowed_token_ids": LETTERS},
     "frequency_penalty": {"frequency_penalty": 1.0, "allowed_token_ids": LETTERS},
     "presence and frequency below zero": {"presence_penalty": -2.0, "frequency_penalty": -0.5},
+    "DRY": {"dry_multiplier": 2.0, "dry_allowed_length": 1, "allowed_token_ids": LETTERS[:5]},
+    "DRY with breakers": {
+        "dry_multiplier": 2.0, "dry_allowed_length": 1, "dry_sequence_breakers": ["b", "x"], "allowed_token_ids": LETTERS[:5],
+    },
     "bad_words": {"bad_words": ["a", "bc", "d e"], "allowed_token_ids": (*LETTERS[:6], 32)},
     "everything": {
-        "presence_penalty": 0.3, "bad_words": ["a"], "logit_bias": {98: 1.5}, "allowed_token_ids": LETTERS,
+        "dry_multiplier": 0.8, "presence_penalty": 0.3, "bad_words": ["a"], "logit_bias": {98: 1.5}, "allowed_token_ids": LETTERS,
     },
 }  # fmt: skip
 
@@ -102,6 +123,16 @@ def test_min_tokens_and_stop_token_ids(llm, reference):
         [got] = llm.generate([PROMPT], params)
         want = expected(reference, PROMPT, params, frozenset(free[1:3]))
         assert ids_of(got) == want and (got.outputs[0].finish_reason, len(want) > 2) != ("length", False)
+
+
+def test_dry_changes_a_text_that_repeats_itself(llm):
+    plain, dry = (
+        dataclasses.replace(GREEDY, max_tokens=40, allowed_token_ids=LETTERS[:3], dry_multiplier=m, dry_allowed_length=2)
+        for m in (0, 5)
+    )
+    texts = [llm.generate([PROMPT], p)[0].outputs[0].text for p in (plain, dry)]
+    triples = [len({t[i : i + 3] for i in range(38)}) for t in texts]
+    assert triples[1] > triples[0]
 
 
 def test_truncate_prompt_tokens_reads_the_end_of_the_prompt(llm):
@@ -148,6 +179,43 @@ def test_spaces_between_special_tokens_mean_nothing(llm):
         for flag in (True, False)
     }
     assert texts[True] == texts[False]
+
+
+def test_a_processor_of_a_plugin_rules_over_every_sample(llm, plugins):
+    params = SamplingParams(temperature=1, n=3, seed=1, max_tokens=30, logits_processors={"shout": {"limit": 5}})
+    [got] = llm.generate([PROMPT], params)
+    assert [len(out.text) for out in got.outputs] == [5, 5, 5] and len({out.text for out in got.outputs}) == 3
+    assert all(out.text.isupper() and out.finish_reason == "stop" for out in got.outputs)
+    [short] = llm.generate([PROMPT], dataclasses.replace(params, bad_words=["A"], logits_processors={"shout": {"limit": 9}}))
+    assert "A" not in short.outputs[0].text and len(short.outputs[0].text) == 9
+
+
+def test_unknown_processors_and_arguments_are_refused_at_the_door(llm, plugins):
+    with pytest.raises(
+        InvalidRequestError, match="no logits processor is called 'shuot'; installed: faulty, none, shout"
+    ) as caught:
+        llm.generate([PROMPT], SamplingParams(logits_processors={"shuot": 1}))
+    assert caught.value.param == "logits_processors"
+    with pytest.raises(InvalidRequestError, match="limit"):
+        llm.generate([PROMPT], SamplingParams(logits_processors={"shout": 3}))
+    with pytest.raises(PluginError, match=r"must implement the hook trivium_logits_processor\(\) once"):
+        llm.generate([PROMPT], SamplingParams(logits_processors={"none": 3}))
+    for bad in ({"shout": print}, {1: 2}, "shout", {"shout": float("nan")}):
+        with pytest.raises(InvalidRequestError, match="logits_processors must be a mapping"):
+            SamplingParams(logits_processors=bad)
+
+
+@pytest.mark.parametrize("how", ["raise", "nan", "id", "shape", "text", "ban"])
+def test_a_processor_that_fails_ends_its_own_request_only(llm, plugins, how):
+    alone = ids_of(llm.generate([PROMPT], GREEDY)[0])
+    other = dataclasses.replace(GREEDY, logits_processors={"faulty": how})
+    good, bad = llm.generate([PROMPT, PROMPT], [GREEDY, other])
+    assert ids_of(good) == alone and good.error is None
+    assert len(ids_of(bad)) == 2 and bad.outputs[0].finish_reason == "error"
+    assert isinstance(bad.error, InvalidRequestError if how == "ban" else PluginError)
+    assert ("no token is left" if how == "ban" else "logits processor 'faulty' failed") in str(bad.error)
+    [fine] = llm.generate([PROMPT], dataclasses.replace(GREEDY, logits_processors={"faulty": "fine"}))
+    assert ids_of(fine) == alone
 
 
 SPOILED = {

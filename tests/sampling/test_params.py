@@ -177,6 +177,10 @@ def test_o11_logprobs_zero_is_not_none():
 @pytest.mark.parametrize(
     ("field", "values", "words"),
     [
+        ("dry_multiplier", [-0.1, math.nan, 101], "a number from 0 up to 100"),
+        ("dry_base", [0.9, math.inf, True], "a number from 1 up to 100"),
+        ("dry_allowed_length", [0, 1.5, None], "an integer from 1"),
+        ("dry_sequence_breakers", ["", [""], [3], [str(i) for i in range(33)]], "string"),
         ("best_of", [0, 129, 1.0], "an integer from 1 up to 128, or None"),
         ("truncate_prompt_tokens", [-2, 0, 1.5, True], "-1"),
         ("spaces_between_special_tokens", [None, 1], "True or False"),
@@ -194,3 +198,9 @@ def test_best_of_is_at_least_n_and_needs_logprobs_only_if_it_chooses():
         SamplingParams(n=3, best_of=2)
     assert SamplingParams(n=2, best_of=2).used() == {"temperature"}
     assert SamplingParams(n=1, best_of=2).used() == {"temperature", "logprobs"}
+
+
+def test_dry_and_processors_reach_a_backend_as_biases():
+    for fields in ({"dry_multiplier": 0.5}, {"logits_processors": {"x": None}}):
+        assert SamplingParams(temperature=0, **fields).used() == {"logit_bias"}
+    assert SamplingParams(temperature=0, dry_base=3.0, logits_processors={}).used() == frozenset()

@@ -11,7 +11,7 @@ from trivium.errors import InvalidRequestError
 from trivium.ops import SampleInputs
 from trivium.ops.batch import id_mask
 from trivium.ops.sample import derive_seed, sample
-from trivium.sampling import SamplerState, SamplingParams, build_inputs, fresh_seed
+from trivium.sampling import Dry, SamplerState, SamplingParams, build_inputs, fresh_seed
 
 V = 40
 ids = st.lists(st.integers(0, V - 1), max_size=150)
@@ -245,3 +245,31 @@ def test_states_ahead_end_where_a_draft_leaves_no_token():
     s.append(5)
     with pytest.raises(InvalidRequestError, match="no token is left"):
         s.bias()
+
+
+@given(ids, st.lists(st.integers(0, 5), max_size=30), st.lists(st.integers(0, 5), max_size=6))
+def test_states_ahead_know_repetitions_and_ask_processors_about_the_drafts(prompt, output, drafts):
+    params = SamplingParams(dry_multiplier=1.0, dry_allowed_length=1, logit_bias={3: 1.0})
+    processor = lambda prompt, output: ([4, 1], [float(len(output)), float(sum(output))]) if output else None
+    made = lambda tokens: state(params, prompt, dry=Dry(params, [*prompt, *tokens], frozenset()), processors=[processor])
+    s = state(params, prompt, dry=Dry(params, prompt, frozenset()), processors=[processor])
+    for token in output:
+        s.append(token)
+    rows = s.ahead(drafts)
+    for j, row in enumerate([*rows, s]):
+        tokens = output + drafts[:j] if j < len(rows) else output
+        want = dict(zip(*(a.tolist() for a in made(tokens)._dry.penalties())))
+        want[3] = want.get(3, 0) + 1
+        for i, value in ((4, len(tokens)), (1, sum(tokens))) if tokens else ():
+            want[i] = want.get(i, 0) + value
+        inputs = build_inputs([(row, 9, -1)], V)
+        assert inputs.bias_ids.tolist() == sorted(want)
+        assert dict(zip(inputs.bias_ids.tolist(), inputs.bias.tolist())) == pytest.approx(want, rel=1e-5)
+
+
+def test_a_mask_and_bans_that_leave_nothing_are_an_error_even_if_the_mask_is_new():
+    s = state(SamplingParams(bad_words=["x"]), bad_words=[(3,)])
+    s.append(1)
+    s.mask = np.array([1 << 3, 0], np.uint32)
+    with pytest.raises(InvalidRequestError, match="no token is left: bad_words"):
+        build_inputs([(s, 1, -1)], V)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from trivium.engine.adapters import Adapter, enabled
 from trivium.engine.beams import Beam, Beams
@@ -15,7 +16,10 @@ from trivium.engine.request import Completion, Request, Text
 from trivium.errors import ContextLengthError, InvalidRequestError, UnsupportedError
 from trivium.kv import root_key
 from trivium.ops.sample import derive_seed
-from trivium.sampling import BeamSearch, SamplerState, SamplingParams, StructuredOutputs, bad_word_ids, check_ids, fresh_seed
+from trivium.plugin.processors import Processors
+from trivium.sampling import (
+    BeamSearch, Dry, SamplerState, SamplingParams, StructuredOutputs, bad_word_ids, breaker_ids, check_ids, fresh_seed,
+)  # fmt: skip
 from trivium.sched import Sequence as Stream
 from trivium.text import Grammars, Matcher, Tokenizer
 
@@ -31,6 +35,8 @@ class Intake:
     _clock: Callable[[], float]
 
     def __post_init__(self) -> None:
+        self._processors = Processors(self._tokenizer)
+        self._containing = lru_cache(maxsize=64)(self._find_containing)
         self._grammars = Grammars(self._tokenizer, self.model.vocab_size, self.model.eos_ids)
 
     def matcher(self, params: SamplingParams | None) -> Matcher | None:
@@ -111,11 +117,14 @@ class Intake:
         root = root_key(model.fingerprint, adapter.fingerprint if adapter else "", request.salt, owner)
         search = BeamSearch(params, request.end_ids, request.max_tokens) if params.beam_width else None
         asked = params.of_each_beam(search.candidates) if search else params
-        banned = bad_word_ids(params.bad_words, lambda text: self._tokenizer.encode(text, add_special_tokens=False))
+        banned, dry = bad_word_ids(params.bad_words, self._encode), self._dry(ids, params)
+        processors = self._processors.make(params.logits_processors or {}, model.vocab_size)
         known = ids if pool is None else ids[: pool.tokens]
         for index in range(count := asked.best_of or asked.n):
             rules = asked, ids, model.eos_ids, model.vocab_size, request.seed
-            sampler = SamplerState(*rules, index=index, bad_words=banned, grammar=self.matcher(asked))
+            sampler = SamplerState(
+                *rules, index=index, bad_words=banned, dry=dry, processors=processors, grammar=self.matcher(asked)
+            )
             scores = len(ids) - 1 if params.prompt_logprobs is not None and index == 0 else 0
             seq = Stream(known, root, (priority, request.id, index), limit=len(known) + request.max_tokens, score_end=scores)
             seq.scored, seq.adapter = len(request.prompt_logprobs) - 1, adapter
@@ -131,3 +140,16 @@ class Intake:
 
     def _end_ids(self, params: SamplingParams) -> frozenset[int]:
         return (frozenset() if params.ignore_eos else self.model.eos_ids) | set(params.stop_token_ids)
+
+    def _encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+    def _dry(self, ids: list[int], params: SamplingParams) -> Dry | None:
+        if params.dry_multiplier == 0:
+            return None
+        return Dry(params, ids, breaker_ids(params.dry_sequence_breakers, self._encode, self._containing))
+
+    def _find_containing(self, part: bytes) -> list[int]:
+        """The tokens in whose bytes `part` occurs."""
+        count = min(self.model.vocab_size, self._tokenizer.vocab_size)
+        return [i for i in range(count) if part in self._tokenizer.token_bytes(i)]

@@ -60,7 +60,7 @@ class Plugin:
         if len(self.entry_points) > 1:
             raise PluginError(f"two plugins are called {self.name!r}: {' and '.join(self.distributions)}; uninstall one")
         with blame(f"plugin {self.name!r} ({self.distributions[0]}): loading it"), contextlib.redirect_stdout(sys.stderr):
-            return _checked(self, _call_hook(self.entry_points[0].load()))
+            return _checked(self, call_hook(self.entry_points[0].load(), "trivium_backend"))
 
     def status(self) -> Status:
         """Loads and probes; never raises."""
@@ -72,14 +72,15 @@ class Plugin:
         return Status(self.name, self.distributions[0], backend.version, probe.devices, probe.reason)
 
 
-def _call_hook(module: Any) -> Any:
+def call_hook(module: Any, name: str) -> Any:
+    """What the plugin `module` returns from the hook `name`; PluginError unless it implements it once."""
     manager = pluggy.PluginManager(PROJECT)
     manager.add_hookspecs(Hooks)
     manager.register(module)
-    backends = manager.hook.trivium_backend()
-    if len(backends) != 1:
-        raise PluginError(f"{module!r} must implement the hook trivium_backend() once; it returned {len(backends)} backends")
-    return backends[0]
+    found = getattr(manager.hook, name)()
+    if len(found) != 1:
+        raise PluginError(f"{module!r} must implement the hook {name}() once; it returned {len(found)} objects")
+    return found[0]
 
 
 def _checked(plugin: Plugin, backend: Any) -> Backend:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -12,6 +13,7 @@ from trivium.errors import InvalidRequestError, UnsupportedError
 from trivium.sampling.structured import StructuredOutputs
 
 _LARGEST = 2**31 - 1
+_MOST_BREAKERS = 32
 
 
 class _Range(NamedTuple):
@@ -39,6 +41,7 @@ _RANGES: Mapping[str, _Range] = {
     "truncate_prompt_tokens": _Range(int, -1, _LARGEST, optional=True), "seed": _Range(int, -(2**63), 2**64 - 1, optional=True),
     "max_tokens": _Range(int, 0, _LARGEST, optional=True), "min_tokens": _Range(int, 0, _LARGEST),
     "logprobs": _Range(int, -1, _LARGEST, optional=True), "prompt_logprobs": _Range(int, -1, _LARGEST, optional=True),
+    "dry_multiplier": _Range(float, 0, 100), "dry_base": _Range(float, 1, 100), "dry_allowed_length": _Range(int, 1, _LARGEST),
     "beam_width": _Range(int, 1, 128, optional=True), "length_penalty": _Range(float, -10, 10),
 }  # fmt: skip
 _FLAGS = ("ignore_eos", "skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output")
@@ -53,7 +56,7 @@ BACKEND_PARAMS = (
     "allowed_token_ids", "bad_words", "min_tokens", "logprobs", "prompt_logprobs",
     "structured_outputs",
 )  # fmt: skip
-"""Parameters that a backend's sampler must know; the others are the engine's own work."""
+"""Parameters that a backend's sampler must know; the others are the engine's own work, or come to it as logit_bias."""
 
 
 def _refuse(name: str, want: str, value: object) -> InvalidRequestError:
@@ -102,6 +105,16 @@ def _bias(value: Any) -> Mapping[int, float] | None:
     return dict(zip(_ids("logit_bias", value), biases, strict=True))
 
 
+def _processors(value: Any) -> Mapping[str, Any] | None:
+    want = "a mapping of processors' names to arguments that JSON can hold"
+    if value is None or (isinstance(value, Mapping) and all(isinstance(name, str) for name in value)):
+        try:
+            return json.loads(json.dumps(value and dict(value), allow_nan=False)) or None
+        except (TypeError, ValueError) as e:
+            raise _refuse("logits_processors", f"{want} ({e})", value) from e
+    raise _refuse("logits_processors", want, value)
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """How the tokens of one request are chosen and when it ends. Every field is checked on construction (InvalidRequestError).
@@ -111,6 +124,8 @@ class SamplingParams:
     temperature: 0 = greedy. top_k: -1 or 0 = off; larger than the vocabulary = off. top_p, min_p, repetition_penalty,
     presence_penalty, frequency_penalty, logit_bias (-100..100), typical_p, top_n_sigma (up to 0 = off), xtc_probability (0 = off),
     xtc_threshold: see ops.sample. seed: None = drawn at arrival.
+    dry_multiplier (0 = off), dry_base, dry_allowed_length, dry_sequence_breakers: see sampling.dry.
+    logits_processors: plugins' processors by name, with their arguments (plugin.hooks).
     stop: strings at whose first occurrence in the decoded text the output ends, before the match unless
     include_stop_str_in_output. stop_token_ids end the output too. ignore_eos: the model's own end tokens do not.
     bad_words: texts that the output can't contain as tokens. allowed_token_ids: only these can be sampled.
@@ -137,6 +152,10 @@ class SamplingParams:
     top_n_sigma: float = 0.0
     xtc_probability: float = 0.0
     xtc_threshold: float = 0.1
+    dry_multiplier: float = 0.0
+    dry_base: float = 1.75
+    dry_allowed_length: int = 2
+    dry_sequence_breakers: Sequence[str] = ("\n", ":", '"', "*")
     seed: int | None = None
     stop: Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
@@ -150,6 +169,7 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     allowed_token_ids: Sequence[int] | None = None
     logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
+    logits_processors: Mapping[str, Any] | None = field(default=None, hash=False)
     best_of: int | None = None
     truncate_prompt_tokens: int | None = None
     spaces_between_special_tokens: bool = False
@@ -160,9 +180,10 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         clean: dict[str, Any] = {name: _number(name, want, getattr(self, name)) for name, want in _RANGES.items()}
-        clean |= {name: _texts(name, getattr(self, name)) for name in ("stop", "bad_words")}
+        clean |= {name: _texts(name, getattr(self, name)) for name in ("stop", "bad_words", "dry_sequence_breakers")}
         clean |= {name: _ids(name, getattr(self, name)) for name in ("stop_token_ids", "allowed_token_ids")}
         clean |= {"logit_bias": _bias(self.logit_bias), "allowed_token_ids": clean["allowed_token_ids"] or None}
+        clean["logits_processors"] = _processors(self.logits_processors)
         if self.allowed_token_ids is not None and clean["allowed_token_ids"] is None:
             raise _refuse("allowed_token_ids", "None or a list of at least one token id", self.allowed_token_ids)
         clean["structured_outputs"] = None if self.structured_outputs is None else StructuredOutputs.of(self.structured_outputs)
@@ -175,6 +196,8 @@ class SamplingParams:
             raise _refuse("min_tokens", f"at most max_tokens ({self.max_tokens})", self.min_tokens)
         if self.best_of is not None and self.best_of < self.n:
             raise _refuse("best_of", f"at least n ({self.n})", self.best_of)
+        if len(self.dry_sequence_breakers) > _MOST_BREAKERS:
+            raise _refuse("dry_sequence_breakers", f"at most {_MOST_BREAKERS} strings", len(self.dry_sequence_breakers))
         if self.truncate_prompt_tokens == 0:
             raise _refuse("truncate_prompt_tokens", "-1 or at least 1", 0)
         if not (isinstance(self.early_stopping, bool) or self.early_stopping == "never"):
@@ -224,8 +247,9 @@ class SamplingParams:
         defaults = {f.name: f.default for f in fields(self)} | {"temperature": 0.0, "bad_words": ()}
         idle = {name for name in ("top_k", "top_n_sigma") if getattr(self, name) <= 0}
         idle |= set(_ONLY_WHEN_DRAWN) if self.temperature == 0 else set()
-        used = frozenset(name for name in BACKEND_PARAMS if name not in idle and getattr(self, name) != defaults[name])
-        return used | {"logprobs"} if self.ranked else used
+        host = {"logit_bias"} if self.dry_multiplier > 0 or self.logits_processors else set()
+        scored = {"logprobs"} if self.ranked else set()
+        return frozenset(n for n in BACKEND_PARAMS if n not in idle and getattr(self, n) != defaults[n]) | host | scored
 
     def check_supported(self, supported: frozenset[str] | None, backend: str, reasons: Mapping[str, str]) -> None:
         """Refuses (UnsupportedError, `param` set) what a backend does not declare; None: it declares everything."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import repeat
 from typing import Any, Protocol
@@ -17,11 +17,13 @@ from trivium.errors import InvalidRequestError
 from trivium.ops import SampleInputs
 from trivium.ops.batch import I32, id_mask
 from trivium.ops.sample import derive_seed
+from trivium.sampling.dry import Dry
 from trivium.sampling.params import SamplingParams
 
 Row = tuple["SamplerState", int, int]
 Pairs = tuple[I32, npt.NDArray[Any]]
 Mask = npt.NDArray[np.uint32]
+Processor = Callable[[Sequence[int], Sequence[int]], Pairs | None]
 _ROW = np.dtype([
     ("temperature", "f4"), ("top_k", "i4"), ("top_p", "f4"), ("min_p", "f4"), ("typical_p", "f4"), ("top_n_sigma", "f4"),
     ("xtc_probability", "f4"), ("xtc_threshold", "f4"), ("seed", "u8"),
@@ -66,14 +68,16 @@ class Grammar(Protocol):
 class SamplerState:
     """One sample of a request: its parameters ready for the sampler, and what depends on the tokens made so far.
 
-    `index` is the sample's number within n, `bad_words` its forbidden token sequences (see bad_word_ids), `grammar` what its
-    text is held to. `mask`, uint32[words] or None, allows ids for the next token: those of allowed_token_ids and the grammar. It
-    may be replaced from step to step, never written to. Raises InvalidRequestError where no token could ever be sampled.
+    `index` is the sample's number within n, `bad_words` its forbidden token sequences (see bad_word_ids), `dry` the prompt's
+    repetitions, `processors` what gives further biases from prompt and output ids, `grammar` what its text is held to. `mask`,
+    uint32[words] or None, allows ids for the next token: those of allowed_token_ids and the grammar. It may be replaced from step
+    to step, never written to. Raises InvalidRequestError where no token could ever be sampled.
     """
 
     def __init__(
         self, params: SamplingParams, prompt_ids: Sequence[int], eos_ids: Iterable[int], vocab_size: int, default_seed: int, *,
-        index: int = 0, bad_words: Sequence[Sequence[int]] = (), grammar: Grammar | None = None,
+        index: int = 0, bad_words: Sequence[Sequence[int]] = (), dry: Dry | None = None, processors: Sequence[Processor] = (),
+        grammar: Grammar | None = None,
     ) -> None:  # fmt: skip
         params.validate(vocab_size=vocab_size)
         seed = default_seed if params.seed is None else params.seed
@@ -91,7 +95,10 @@ class SamplerState:
         self._vocab_size = vocab_size
         self._bad_words = tuple(tuple(word) for word in bad_words)
         self._tail: deque[int] = deque(maxlen=max((len(word) - 1 for word in self._bad_words), default=0))
-        self._fixed_bias = _bias_arrays(params.logit_bias, ())
+        self._dry = dry and dry.copy()
+        self._processors = processors
+        self._prompt, self._output = prompt_ids, list[int]()
+        self._fixed_bias = _pairs(params.logit_bias or {})
         self._next_bias: tuple[Pairs | None] | None = None
         plain = {name: getattr(params, name, 0) for name in _ROW.names or ()}
         clean: dict[str, float] = {"top_k": min(max(params.top_k, 0), vocab_size), "seed": self.seed}
@@ -108,6 +115,10 @@ class SamplerState:
             self.seen.add(token)
         if self._bad_words:
             self._tail.append(token)
+        if self._dry is not None:
+            self._dry.append(token)
+        if self._processors:
+            self._output.append(token)
         if self._grammar is not None:
             self._grammar.accept(token)
             if not self._grammar.complete:
@@ -149,11 +160,13 @@ class SamplerState:
 
     def _moves(self) -> bool:
         """Whether the next token changes what is asked for the tokens behind it."""
-        return self.seen is not None or bool(self._bad_words) or self.generated < self.params.min_tokens
+        growing = self.seen is not None or self._dry is not None or bool(self._bad_words) or bool(self._processors)
+        return growing or self.generated < self.params.min_tokens
 
     def _copy(self) -> SamplerState:
         twin = copy.copy(self)
         twin.seen, twin._tail, twin._grammar = self.seen and self.seen.copy(), self._tail.copy(), None
+        twin._dry, twin._output = self._dry and self._dry.copy(), self._output.copy()
         return twin
 
     def _narrow(self, mask: Mask) -> Mask:
@@ -169,11 +182,18 @@ class SamplerState:
         banned = {w[-1] for w in self._bad_words if len(w) == 1 or tail[-len(w) + 1 :] == w[:-1]}
         if self.generated < self.params.min_tokens:
             banned |= self._ends
-        everything = len(banned) >= self._vocab_size
-        if everything or (banned and self.mask is not None and not (self.mask & ~id_mask(banned, self._vocab_size)).any()):
-            message = f"no token is left: min_tokens {self.params.min_tokens} and bad_words rule out every token that is allowed"
-            raise InvalidRequestError(message, param="bad_words" if self._bad_words else "min_tokens")
-        return _bias_arrays(self.params.logit_bias, banned) if banned else self._fixed_bias
+        parts = [_pairs(dict.fromkeys(banned, -np.inf)), None if self._dry is None else self._dry.penalties()]
+        parts += [processor(self._prompt, self._output) for processor in self._processors]
+        if all(part is None for part in parts):
+            return self._fixed_bias
+        bias = _sum([self._fixed_bias, *parts])
+        gone = bias[0][bias[1] == -np.inf]
+        everything = len(gone) == self._vocab_size
+        if everything or (self.mask is not None and not (self.mask & ~id_mask(gone, self._vocab_size)).any()):
+            names = ("min_tokens", "bad_words", "logits_processors")
+            by = [name for name in names if getattr(self.params, name)] or ["allowed_token_ids"]
+            raise InvalidRequestError(f"no token is left: {' and '.join(by)} rule out every token that is allowed", param=by[-1])
+        return bias
 
 
 def _alternatives(asked: int | None, vocab_size: int) -> int:
@@ -183,12 +203,20 @@ def _alternatives(asked: int | None, vocab_size: int) -> int:
     return vocab_size if asked < 0 else min(asked, vocab_size)
 
 
-def _bias_arrays(biases: Mapping[int, float] | None, banned: Iterable[int]) -> Pairs | None:
-    merged = {**(biases or {}), **dict.fromkeys(banned, -np.inf)}
-    if not merged:
+def _pairs(biases: Mapping[int, float]) -> Pairs | None:
+    if not biases:
         return None
-    ids = np.array(sorted(merged), np.int32)
-    return ids, np.array([merged[i] for i in ids.tolist()], np.float32)
+    ids = np.array(sorted(biases), np.int32)
+    return ids, np.array([biases[i] for i in ids.tolist()], np.float32)
+
+
+def _sum(parts: Iterable[Pairs | None]) -> Pairs:
+    """Ids ascending, each once, and the float32 sum of what the parts say, added in their order."""
+    found = [part for part in parts if part is not None]
+    ids, which = np.unique(np.concatenate([part[0] for part in found]), return_inverse=True)
+    total = np.zeros(len(ids), np.float32)
+    np.add.at(total, which, np.concatenate([part[1] for part in found]))
+    return ids, total
 
 
 def _ragged(parts: Sequence[Pairs | None], dtype: type) -> tuple[I32, I32, Any]:
