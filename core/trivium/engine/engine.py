@@ -118,12 +118,12 @@ class Engine:
             del self._requests[request_id]
         return state
 
-    def import_request(self, state: RequestState, *, reader: Reader | None = None) -> int:
-        """Goes on with a request that export_request() took out, and returns its id here. reader: as it had. Raises PageFormatError
+    def import_request(self, state: RequestState) -> int:
+        """Goes on with a request that export_request() took out, and returns its id here. Raises PageFormatError
         if the state makes no sense or belongs to another model, else what add_request() raises; then nothing has changed."""
         build = partial(self.intake.request, self._count + 1)
         try:
-            return self._take(import_state(state, build, self.model, self.tokenizer, reader, self._clock()))
+            return self._take(import_state(state, build, self.model, self.tokenizer, self._clock()))
         except Exception as fault:
             message = f"the state of the request makes no sense: {type(fault).__name__}: {fault}"
             raise fault if isinstance(fault, TriviumError) else PageFormatError(message) from fault

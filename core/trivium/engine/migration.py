@@ -60,7 +60,8 @@ def export_state(request: Request, layout: Layout, kv: KVCache, session: Session
         "params": asdict(request.params), "max_tokens": request.max_tokens, "seed": request.seed, "priority": own.order[0],
         "salt": request.salt, "adapter": request.adapter, "adapter_fingerprint": getattr(own.adapter, "fingerprint", None),
         "stream": request.stream, "client_id": request.client_id, "started": request.started,
-        "prompt": request.prompt_ids, "clock": {k: v if k not in _TIMES or v is None else v - now for k, v in clock.items()},
+        "reader": request.reader and request.reader.to_json(), "prompt": request.prompt_ids,
+        "clock": {k: v if k not in _TIMES or v is None else v - now for k, v in clock.items()},
         "last_tokens": [None if c.last_token is None else c.last_token - now for c in request.completions],
         "groups": [layout.describe(g) for g in range(len(layout.spec.groups))],
         "pages": [None if session is None else _put_pages(arrays, c, kv, session) for c in request.completions],
@@ -86,9 +87,7 @@ def _put_pages(arrays: dict[str, tuple[str, Any]], completion: Completion, kv: K
     return {"computed": parcel.computed, "first": [first for first, _ in parcel.parts]}
 
 
-def import_state(
-    state: RequestState, build: Callable[..., Request], model: Model, tokenizer: Tokenizer, reader: Reader | None, now: float
-) -> Request:
+def import_state(state: RequestState, build: Callable[..., Request], model: Model, tokenizer: Tokenizer, now: float) -> Request:
     """The request, ready to be scheduled. `build` makes and checks a new one (Intake.request). Raises
     PageFormatError for what makes no sense or belongs to another model, what `build` raises, and anything that a stranger's data
     trips over."""
@@ -106,8 +105,8 @@ def import_state(
         said["prompt"], SamplingParams(**{**params, "max_tokens": said["max_tokens"]}), said["client_id"], said["priority"],
         said["salt"], None, rows.count(None), said["adapter"], said["seed"],
     )  # fmt: skip
-    if reader is not None:
-        request.read_with(reader)
+    if said["reader"] is not None:
+        request.read_with(Reader.from_json(said["reader"], tokenizer))
     first, count = request.completions[0].seq, len(request.completions)
     request.prompt_logprobs[:] = rows
     first.scored = len(rows) - 1

@@ -175,9 +175,11 @@ class Request:
     pool: Pool | None = None
     error: TriviumError | None = None
     beams: Beams | None = None
+    reader: Reader | None = None
 
     def read_with(self, reader: Reader) -> None:
         """The outputs are answers of a chat. To be called before the first token."""
+        self.reader = reader
         for completion in self.completions:
             completion.read_with(reader)
 

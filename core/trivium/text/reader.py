@@ -120,9 +120,27 @@ class Reader:
             calls = choose(TOOLS, tool_parser, source, "tool_parser") or TOOLS["json"]
         thoughts = None if use.forced else choose(REASONING, reasoning, source, "reasoning_parser")
         tail = tokenizer.decode(prompt_ids[-_TAIL:], skip_special_tokens=False)
+        return cls._made(tokenizer, calls, thoughts, thoughts is not None and thoughts.opened_by(tail), use.schemas)
+
+    @classmethod
+    def _made(
+        cls, tokenizer: Tokenizer, calls: ToolSyntax | None, thoughts: ReasoningSyntax | None, inside: bool, schemas: Schemas
+    ) -> Reader:
         markers = [*(calls.markers() if calls else ()), *(thoughts.markers() if thoughts else ())]
-        inside = thoughts is not None and thoughts.opened_by(tail)
-        return cls(calls, thoughts, inside, use.schemas, tokenizer.special_ids_in(markers))
+        return cls(calls, thoughts, inside, schemas, tokenizer.special_ids_in(markers))
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON data of which from_json() makes this reader."""
+        tools = next((name for name, syntax in TOOLS.items() if syntax is self.tools), None)
+        reasoning = next((name for name, syntax in REASONING.items() if syntax is self.reasoning), None)
+        return {"tools": tools, "reasoning": reasoning, "inside": self.inside, "schemas": self.schemas}
+
+    @classmethod
+    def from_json(cls, said: Mapping[str, Any], tokenizer: Tokenizer) -> Reader:
+        """Raises InvalidRequestError, or what a stranger's data trips over."""
+        tools = [{"type": "function", "function": {"name": name, "parameters": s}} for name, s in said["schemas"].items()]
+        calls, thoughts = choose(TOOLS, said["tools"], "", "tools"), choose(REASONING, said["reasoning"], "", "reasoning")
+        return cls._made(tokenizer, calls, thoughts, said["inside"] is True, ToolUse.of(tools).schemas)
 
     def parser(self) -> OutputParser:
         """A parser for one output."""
