@@ -45,12 +45,12 @@ def figures(tries: int = 5) -> dict[str, Any]:
         def together(n: int, x: Any = x, weight: Any = weight) -> Any:
             return x[:n] @ weight.T
 
-        counts = range(1, 18)
+        counts, whole = range(1, 18), {way: way(max(ROWS)) for way in (apart, together)}
         found[name] = {
             "seconds_apart": {n: best(lambda n=n: apart(n), tries) for n in ROWS},
             "seconds_together": {n: best(lambda n=n: together(n), tries) for n in ROWS},
-            "differs_apart": sum(bool((apart(n) != apart(max(ROWS))[:n]).any()) for n in counts),
-            "differs_together": sum(bool((together(n) != together(max(ROWS))[:n]).any()) for n in counts),
+            "differs_apart": sum(bool((apart(n) != whole[apart][:n]).any()) for n in counts),
+            "differs_together": sum(bool((together(n) != whole[together][:n]).any()) for n in counts),
         }
     return found
 
