@@ -247,7 +247,7 @@ def soak(backend: str, requests: int, seed: int) -> dict[str, Any]:
         for name, extras in RUNS.items():
             faulty = Faulty(loaded.executable, random.Random(seed)) if name == "faults" else None
             engine_model = dataclasses.replace(loaded, executable=faulty) if faulty else loaded
-            runs[name] = measure(engine_model, EngineConfig(32, 48, **extras), jobs, want, seed)
+            runs[name] = measure(engine_model, EngineConfig(32, 48, scheduling_policy="priority", **extras), jobs, want, seed)
             if faulty:
                 runs[name]["injected"] = faulty.injected
         loaded.session.close()

@@ -9,19 +9,18 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypedDict, Unpack, cast
 
-from tqdm import tqdm
-
-from trivium.engine import AsyncEngine, Engine, EngineConfig, PoolingParams, RequestOutput
+from trivium.engine import AsyncEngine, Engine, EngineConfig, PoolingParams, RequestOutput, Stats
 from trivium.engine.adapters import enabled
 from trivium.engine.loader import LoadOptions, load
 from trivium.engine.pooling import likelihood
+from trivium.engine.progress import Progress, progress_bar
 from trivium.engine.speculation import Drafter, ModelDrafter, Speculative
-from trivium.errors import BackendError, InvalidRequestError, UnsupportedError
+from trivium.errors import BackendError, ClosedError, InvalidRequestError, UnsupportedError
 from trivium.sampling import SamplingParams, StructuredOutputs
 from trivium.text.reader import Reader, ToolUse
 from trivium.text.syntaxes import REASONING, TOOLS, choose
@@ -34,7 +33,6 @@ Message = Mapping[str, Any]
 Chats = Sequence[Message] | Sequence[Sequence[Message]]
 Params = SamplingParams | Sequence[SamplingParams] | None
 """For all prompts, one for each, or None: the model's own (see default_params)."""
-_Progress = Callable[[int, int], None] | None
 
 
 class _Request(NamedTuple):
@@ -47,11 +45,13 @@ class _Request(NamedTuple):
 
 class Options(TypedDict, total=False):
     """Keyword arguments of every request; of several, one value for all or a list with one for each. adapter: the name of a loaded
-    one. priority: an integer, lower runs first. request_id: the client's own, echoed as RequestOutput.client_id. cache_salt: prefix
-    pages are shared only between equal salts."""
+    one. priority: an integer, lower runs first (needs scheduling_policy="priority"). timeout: seconds until it is ended with
+    DeadlineError, keeping what it has. request_id: the client's own, echoed as RequestOutput.client_id. cache_salt: prefix pages are
+    shared only between equal salts."""
 
     adapter: str | Sequence[str | None] | None
     priority: int | Sequence[int]
+    timeout: float | Sequence[float | None] | None
     request_id: str | Sequence[str | None] | None
     cache_salt: str | Sequence[str]
 
@@ -71,7 +71,8 @@ class _Opened(ABC):
         max_num_batched_tokens: int | None = None, max_model_len: int | None = None, enable_prefix_caching: bool = True,
         strict: bool = False, seed: int | None = None, enable_lora: bool = False, max_loras: int = 4, max_lora_rank: int = 16,
         speculative: Speculative | Mapping[str, Any] | None = None, kv_host_bytes: int = 0,
-        kv_disk_path: str | os.PathLike[str] | None = None, kv_disk_bytes: int = 10 << 30, threads: int | None = None,
+        kv_disk_path: str | os.PathLike[str] | None = None, kv_disk_bytes: int = 10 << 30, scheduling_policy: str = "fcfs",
+        max_waiting_requests: int | None = None, max_waiting_tokens: int | None = None, threads: int | None = None,
         backend_options: Mapping[str, Any] | None = None, tool_parser: str | None = "auto", reasoning_parser: str | None = "auto",
         progress: bool = True,
     ) -> None:  # fmt: skip
@@ -85,10 +86,11 @@ class _Opened(ABC):
         run. enable_lora: adapters can be loaded, up to max_lora_rank, and max_loras of them run at a time. speculative: tokens are
         guessed and checked several at a time; {"method": "ngram"}, or what else Speculative has. kv_host_bytes, kv_disk_path,
         kv_disk_bytes: memory, and a folder and its size, for pages that the KV cache gives away; later prompts (with the folder: of
-        later runs, too) take from there what would take longer to compute. threads and
-        backend_options go to the backend, which refuses what it does not know. tool_parser, reasoning_parser: how chats are read:
-        a name of text.syntaxes, "auto" by chat template and architecture, None not at all. progress: bars, if standard error is a
-        terminal.
+        later runs, too) take from there what would take longer to compute. scheduling_policy: "fcfs" or "priority".
+        max_waiting_requests, max_waiting_tokens: what may wait (prompts, tokens of theirs) before AsyncLLM refuses more with
+        OverloadedError; the callers of an LLM wait in any case. threads and backend_options go to the backend, which refuses what
+        it does not know. tool_parser, reasoning_parser: how chats are read: a name of text.syntaxes, "auto" by chat template and
+        architecture, None not at all. progress: bars, if standard error is a terminal.
         """
         choose(TOOLS, tool_parser, "", "tool_parser")
         choose(REASONING, reasoning_parser, "", "reasoning_parser")
@@ -105,21 +107,22 @@ class _Opened(ABC):
             strict=strict, enable_lora=enable_lora, max_loras=max_loras, max_lora_rank=max_lora_rank, backend_options=own,
             num_speculative_tokens=0 if wanted is None else wanted.num_speculative_tokens,
         )  # fmt: skip
-        with contextlib.ExitStack() as opened, _bar(progress) as report:
+        config = EngineConfig(
+            max_num_seqs, max_num_batched_tokens or max_num_seqs, enable_prefix_caching, seed, scheduling_policy,
+            max_waiting_requests, max_waiting_tokens, wanted, kv_host_bytes, kv_disk_path, kv_disk_bytes,
+        )  # fmt: skip
+        with contextlib.ExitStack() as opened, progress_bar(progress) as report:
             self.loaded = load(os.fspath(model) if isinstance(model, os.PathLike) else model, backend, options, progress=report)
             opened.callback(self.loaded.session.close)
             drafter = self._drafter(wanted, max_num_seqs, opened, report)
-            config = EngineConfig(
-                max_num_seqs, self.loaded.max_num_batched_tokens, enable_prefix_caching, seed, wanted,
-                kv_host_bytes, kv_disk_path, kv_disk_bytes,
-            )  # fmt: skip
+            config = replace(config, max_num_batched_tokens=self.loaded.max_num_batched_tokens)
             self.tokenizer = self.loaded.tokenizer
             self.engine = Engine(self.loaded, self.tokenizer, config, drafter=drafter)
             opened.callback(self.engine.close)
             self._start(opened)
             self._finalizer = weakref.finalize(self, opened.pop_all().close)
 
-    def _drafter(self, wanted: Speculative | None, seqs: int, opened: contextlib.ExitStack, report: _Progress) -> Drafter | None:
+    def _drafter(self, wanted: Speculative | None, seqs: int, opened: contextlib.ExitStack, report: Progress) -> Drafter | None:
         """The drafter of a draft model, whose session is then among the opened things; None: there is no such model."""
         if wanted is None or wanted.model is None:
             return None
@@ -224,12 +227,13 @@ class LLM(_Opened, contextlib.AbstractContextManager["LLM"]):
 
     def _start(self, opened: contextlib.ExitStack) -> None:
         self._lock = threading.Lock()
-        self._inbox: dict[int, deque[RequestOutput]] = {}
+        self._holder = 0
+        self._inbox: dict[int, RequestOutput | None] = {}
         self._left: deque[int] = deque()
 
     def close(self) -> None:
         """Gives the memory back, between two steps. Whatever still runs ends with an error."""
-        with self._lock:
+        with self._locked():
             super().close()
 
     def __exit__(self, *_: object) -> None:
@@ -239,13 +243,13 @@ class LLM(_Opened, contextlib.AbstractContextManager["LLM"]):
         """Makes a LoRA adapter, a folder as PEFT saves it, known as `name`, while others run. Raises InvalidRequestError,
         CheckpointError or UnsupportedError; then nothing has changed."""
         adapter = enabled(self.loaded.lora).read(path)
-        with self._lock:
+        with self._locked():
             self._check_open()
             self.engine.load_adapter(name, adapter)
 
     def unload_adapter(self, name: str) -> None:
         """Forgets an adapter. Requests that have it end with it; new ones can't name it."""
-        with self._lock:
+        with self._locked():
             self._check_open()
             self.engine.unload_adapter(name)
 
@@ -308,27 +312,45 @@ class LLM(_Opened, contextlib.AbstractContextManager["LLM"]):
 
     def _add(self, request: _Request, *, stream: bool = False) -> int:
         self.engine.prepare(request.params)
-        with self._lock:
+        with self._locked():
             self._check_open()
-            number = self.engine.add_request(request.ids, request.params, stream=stream, **request.options)
-            self._inbox[number] = deque()
+            number = self.engine.add_request(request.ids, request.params, stream=stream, patient=True, **request.options)
+            self._inbox[number] = None
             return number
 
     def _next(self, number: int) -> RequestOutput:
         while True:
-            with self._lock:
+            with self._locked():
                 self._sweep()
-                if self._inbox[number]:
-                    return self._inbox[number].popleft()
+                output, self._inbox[number] = self._inbox[number], None
+                if output is not None:
+                    return output
                 self._check_open()
                 if not self.engine.has_unfinished():
                     raise BackendError("this request was lost when a step was interrupted; ask again")
                 for output in self.engine.step():
-                    self._inbox[output.request_id].append(output)
+                    earlier = self._inbox[output.request_id]
+                    if earlier is None:
+                        self._inbox[output.request_id] = output
+                    else:
+                        earlier.extend(output)
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        if self._holder == threading.get_ident():
+            raise InvalidRequestError(
+                "this model is in the middle of a step on this thread, as a signal handler sees it; ask later"
+            )
+        with self._lock:
+            self._holder = threading.get_ident()
+            try:
+                yield
+            finally:
+                self._holder = 0
 
     def _check_open(self) -> None:
         if not self._finalizer.alive:
-            raise InvalidRequestError("this model was closed; load it again")
+            raise ClosedError("this model was closed; load it again")
 
     def _drop(self, number: int) -> None:
         """Ends a request. Never waits, as a stream may be collected as garbage inside a step: then whoever steps does it."""
@@ -364,6 +386,19 @@ class AsyncLLM(_Opened, contextlib.AbstractAsyncContextManager["AsyncLLM"]):
     async def unload_adapter(self, name: str) -> None:
         """As LLM.unload_adapter."""
         await self.async_engine.call(lambda engine: engine.unload_adapter(name))
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether requests are taken: neither closed nor stopped by a fault."""
+        return self.async_engine.is_ready
+
+    async def stats(self) -> Stats:
+        """Totals so far, and what runs, waits and is free now."""
+        return await self.async_engine.stats()
+
+    async def abort(self, request_id: int) -> bool:
+        """Ends a request by the id in its outputs: its reader gets what is there (finish_reason "abort"). False: it had ended."""
+        return await self.async_engine.abort(request_id)
 
     async def generate(self, prompts: Prompts, sampling_params: Params = None, **options: Unpack[Options]) -> list[RequestOutput]:
         """As LLM.generate; cancelling the task aborts the requests."""
@@ -405,6 +440,7 @@ class AsyncLLM(_Opened, contextlib.AbstractAsyncContextManager["AsyncLLM"]):
         finally:
             for task in tasks:
                 task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)  # what a refused one's siblings had is free by then
 
 
 def _check_prompt(prompt: object) -> None:
@@ -446,18 +482,3 @@ def _checked(outputs: list[RequestOutput]) -> list[RequestOutput]:
     if errors and len(errors) == len(outputs):
         raise errors[0]
     return outputs
-
-
-@contextlib.contextmanager
-def _bar(show: bool) -> Iterator[_Progress]:
-    """A progress bar over the bytes of the weights; nothing where standard error is no terminal."""
-    if not show:
-        yield None
-        return
-    with tqdm(unit="B", unit_scale=True, desc="loading", leave=False, disable=None) as bar:
-
-        def report(done: int, total: int) -> None:
-            bar.total = total
-            bar.update(done - bar.n)
-
-        yield report

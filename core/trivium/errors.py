@@ -34,6 +34,28 @@ class CapacityError(TriviumError):
     code = "capacity_exceeded"
 
 
+class OverloadedError(TriviumError):
+    """Too much is waiting already; worth another try after `retry_after` seconds (an estimate from the throughput so far)."""
+
+    code = "overloaded"
+
+    def __init__(self, message: str, *, retry_after: float, param: str | None = None) -> None:
+        super().__init__(message, param=param)
+        self.retry_after = retry_after
+
+
+class DeadlineError(TriviumError):
+    """A request has taken longer, waiting included, than the timeout that came with it; what it has made so far is kept."""
+
+    code = "deadline_exceeded"
+
+
+class ClosedError(InvalidRequestError):
+    """The model was closed."""
+
+    code = "closed"
+
+
 class ModelNotFoundError(TriviumError):
     """No model is known under the given name or path."""
 

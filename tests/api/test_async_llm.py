@@ -8,7 +8,7 @@ import pytest
 from chat_models import make_chat_model
 
 from trivium import LLM, AsyncLLM, SamplingParams
-from trivium.errors import InvalidRequestError, TriviumError
+from trivium.errors import ClosedError, DeadlineError, InvalidRequestError, OverloadedError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
 
@@ -75,12 +75,51 @@ def test_leaving_a_stream_or_cancelling_aborts_the_request(folder):
     assert with_model(folder, job) == (False, None)
 
 
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_requests_are_aborted_by_id_counted_and_timed(folder, backend):
+    endless = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
+
+    async def run():
+        async with AsyncLLM(folder, backend, scheduling_policy="priority") as llm:
+            stream = llm.stream("ab", endless, priority=1)
+            first = await anext(stream)
+            assert llm.is_ready and (await llm.stats()).running == 1
+            assert await llm.abort(first.request_id) and not await llm.abort(first.request_id)
+            assert [out async for out in stream][-1].outputs[0].finish_reason == "abort"
+            with pytest.raises(DeadlineError, match="timeout was over"):
+                await llm.generate("cd", endless, timeout=1e-6)
+            stats = await llm.stats()
+            assert (stats.running, stats.waiting, stats.free_pages) == (0, 0, stats.pages)
+            assert (stats.aborted_requests, stats.finished_requests) == (1, 2)
+        assert not llm.is_ready
+
+    asyncio.run(run())
+
+
+def test_more_than_may_wait_is_refused_whole(folder, want):
+    async def run():
+        async with AsyncLLM(folder, backend="reference", max_num_seqs=1, max_waiting_requests=2) as llm:
+            with pytest.raises(OverloadedError, match="max_waiting_requests"):
+                await llm.generate(["ab", "cd"] * 40, GREEDY)
+            assert await collect(llm, "ab") == want["ab"]
+
+    asyncio.run(run())
+    with LLM(folder, backend="reference", max_num_seqs=1, max_waiting_requests=2) as llm:
+        assert [o.outputs[0].token_ids for o in llm.generate(["ab", "cd"] * 4, GREEDY)] == [want["ab"], want["cd"]] * 4
+
+
 def test_a_closed_model_refuses(folder):
     async def run():
         llm = AsyncLLM(folder, backend="reference")
         async with llm:
             pass
-        with pytest.raises(TriviumError, match="closed"):
+        with pytest.raises(ClosedError, match="closed") as refusal:
             await llm.generate("ab", GREEDY)
+        return str(refusal.value)
 
-    asyncio.run(run())
+    said = asyncio.run(run())
+    llm = LLM(folder, backend="reference")
+    llm.close()
+    with pytest.raises(ClosedError) as refusal:
+        llm.generate("ab", GREEDY)
+    assert str(refusal.value) == said

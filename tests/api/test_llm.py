@@ -147,6 +147,36 @@ def test_a_closed_model_says_so(folder, backend):
         model.generate("x", GREEDY)
 
 
+def test_a_step_that_is_interrupted_by_a_call_to_the_same_model_refuses_it(llm, monkeypatch):
+    """As a signal handler on the thread that steps would."""
+    run, refused = llm.engine.model.executable.run, []
+
+    def handler(batch):
+        for call in (lambda: llm.generate("y", GREEDY), llm.close, lambda: next(llm.stream("y", GREEDY))):
+            with pytest.raises(InvalidRequestError, match="in the middle of a step on this thread") as refusal:
+                call()
+            refused.append(refusal)
+        return run(batch)
+
+    monkeypatch.setattr(llm.engine.model.executable, "run", handler)
+    assert len(llm.generate("x", GREEDY)[0].outputs[0].token_ids) == 8
+    assert len(refused) >= 3
+
+
+def test_a_stream_that_lags_behind_other_threads_steps_misses_nothing(llm):
+    stream = llm.stream("hello", GREEDY)
+    news = [next(stream)]
+    llm.generate("other", dataclasses.replace(GREEDY, max_tokens=20))
+    news += stream
+    assert len(news) == 2
+    assert [t for o in news for t in o.outputs[0].token_ids] == ids_of(llm.generate("hello", GREEDY))[0]
+
+
+def test_settings_are_refused_before_anything_is_loaded(tmp_path):
+    with pytest.raises(InvalidRequestError, match="scheduling_policy must be fcfs or priority, not 'lifo'"):
+        LLM(str(tmp_path / "nothing"), backend="reference", scheduling_policy="lifo")
+
+
 def test_bad_prompts_and_counts_are_refused(llm):
     for bad in (5, None, {"prompt": "x"}):
         with pytest.raises(InvalidRequestError, match="prompts must be"):

@@ -1,18 +1,19 @@
-"""The engine behind asyncio: one thread runs the steps, any number of tasks add, stream and abort."""
+"""The engine behind asyncio: one thread runs the steps, any number of tasks on any event loops add, stream and abort."""
 
 from __future__ import annotations
 
 import asyncio
 import queue
 import threading
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager
-from typing import Any, NamedTuple
+from typing import Any
 
 from trivium.engine.engine import Engine
 from trivium.engine.outputs import RequestOutput
-from trivium.errors import BackendError, TriviumError
+from trivium.engine.runner import Stats
+from trivium.errors import BackendError, ClosedError, TriviumError
 from trivium.sampling import SamplingParams
 
 Options = dict[str, Any]
@@ -21,17 +22,31 @@ MAX_FAILURES = 3
 """Steps in a row that may raise (which no fault of a request or of the device does) before the engine stops."""
 
 
-class _Listener(NamedTuple):
-    """Where the news of one request go."""
+class _Listener:
+    """Where the news of one request go. What a slow reader has not fetched yet is one piece of news that grows by what is new."""
 
-    loop: asyncio.AbstractEventLoop
-    queue: asyncio.Queue[RequestOutput]
+    def __init__(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.arrived = asyncio.Event()
+        self._lock = threading.Lock()
+        self._news: RequestOutput | None = None
 
-    def send(self, output: RequestOutput) -> None:
-        try:
-            self.loop.call_soon_threadsafe(self.queue.put_nowait, output)
-        except RuntimeError:
-            return  # the loop was closed: nobody listens any more
+    def put(self, output: RequestOutput) -> bool:
+        """From the engine's thread; True: the reader must be woken."""
+        with self._lock:
+            if self._news is None:
+                self._news = output
+                return True
+            self._news.extend(output)
+            return False
+
+    async def get(self) -> RequestOutput:
+        await self.arrived.wait()
+        self.arrived.clear()
+        with self._lock:
+            output, self._news = self._news, None
+        assert output is not None
+        return output
 
 
 class AsyncEngine(AbstractAsyncContextManager["AsyncEngine"]):
@@ -50,17 +65,31 @@ class AsyncEngine(AbstractAsyncContextManager["AsyncEngine"]):
     async def __aexit__(self, *_: object) -> None:
         await asyncio.to_thread(self.close)
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether requests are taken: neither closed nor stopped by a fault."""
+        return self._fault is None
+
+    async def stats(self) -> Stats:
+        """Engine.snapshot(), between two steps."""
+        return await self.call(Engine.snapshot)  # type: ignore[no-any-return]
+
     def stream(
         self, prompt_ids: Sequence[int], params: SamplingParams | None = None, **options: Any
     ) -> AsyncGenerator[RequestOutput, None]:
-        """News of one request as they come, the last with finished=True; `options` as in Engine.add_request. The request is
-        aborted if the iterator is closed or its task is cancelled. Bad requests raise what Engine.add_request raises."""
+        """News of one request as they come, the last with finished=True; `options` as in Engine.add_request. A reader that lags
+        gets what it missed in one piece. The request is aborted if the iterator is closed or its task is cancelled. Bad requests
+        raise what Engine.add_request raises."""
         return self._listen(prompt_ids, params, {"stream": True, **options})
 
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams | None = None, **options: Any) -> RequestOutput:
         """The whole output of one request; aborted if the task is cancelled."""
         outputs = [output async for output in self._listen(prompt_ids, params, options)]
         return outputs[-1]
+
+    async def abort(self, request_id: int) -> bool:
+        """Ends a request by the id in its outputs: its reader gets what is there (finish_reason "abort"). False: it had ended."""
+        return await self.call(lambda engine: self._abort(request_id))  # type: ignore[no-any-return]
 
     def close(self) -> None:
         """Ends every request (finish_reason "error") and the thread."""
@@ -79,12 +108,12 @@ class AsyncEngine(AbstractAsyncContextManager["AsyncEngine"]):
     async def _listen(
         self, ids: Sequence[int], params: SamplingParams | None, options: Options
     ) -> AsyncGenerator[RequestOutput, None]:
-        listener = _Listener(asyncio.get_running_loop(), asyncio.Queue())
+        listener = _Listener()
         number: list[int] = []
 
         def add(engine: Engine) -> None:
             if self._fault is not None:
-                raise self._fault
+                raise self._fault.with_traceback(None)
             number.append(engine.add_request(ids, params, **options))
             self._listeners[number[0]] = listener
 
@@ -93,24 +122,30 @@ class AsyncEngine(AbstractAsyncContextManager["AsyncEngine"]):
                 await asyncio.to_thread(self._engine.prepare, params)
             await self.call(add)
             while True:
-                output = await listener.queue.get()
+                output = await listener.get()
                 yield output
                 if output.finished:
                     number.clear()
                     return
         finally:
-            self._commands.put(lambda: self._abort(number))
+            self._commands.put(lambda: self._leave(number))
 
-    def _abort(self, number: list[int]) -> None:
-        """On the engine's thread. `number` is empty if the request never came in or has ended."""
-        for n in number:
-            self._listeners.pop(n, None)
-            self._engine.abort(n)
+    def _abort(self, number: int) -> bool:
+        """On the engine's thread."""
+        output = self._engine.abort(number)
+        self._deliver([] if output is None else [output])
+        return output is not None
+
+    def _leave(self, numbers: Iterable[int]) -> None:
+        """On the engine's thread: nobody reads these any more. Empty if the request never came in or has ended."""
+        for number in numbers:
+            self._listeners.pop(number, None)
+            self._engine.abort(number)
 
     def _loop(self) -> None:
         while self._fault is None:
             if self._drain(block=not self._engine.has_unfinished()):
-                self._stop(BackendError("the engine was closed"))
+                self._stop(ClosedError("this model was closed; load it again"))
             elif self._engine.has_unfinished():
                 self._step()
         self._stopped = True  # from here on, whoever puts a command runs it: nothing is left unanswered
@@ -131,7 +166,7 @@ class AsyncEngine(AbstractAsyncContextManager["AsyncEngine"]):
     def _step(self) -> None:
         try:
             outputs = self._engine.step()
-        except Exception as fault:
+        except BaseException as fault:  # no signal reaches this thread: what looks like an interrupt is the backend's, too
             self._failures += 1
             if self._failures >= MAX_FAILURES:
                 reason = f"{type(fault).__name__}: {fault}"
@@ -145,11 +180,23 @@ class AsyncEngine(AbstractAsyncContextManager["AsyncEngine"]):
         self._deliver(self._engine.fail_all(fault))
 
     def _deliver(self, outputs: Sequence[RequestOutput]) -> None:
+        """Wakes every event loop once, however many of its tasks have news."""
+        waking: dict[asyncio.AbstractEventLoop, dict[int, _Listener]] = {}
         for output in outputs:
-            if (listener := self._listeners.get(output.request_id)) is not None:
-                listener.send(output)
-            if output.finished:
-                self._listeners.pop(output.request_id, None)
+            number = output.request_id
+            listener = self._listeners.pop(number, None) if output.finished else self._listeners.get(number)
+            if listener is not None and (listener.put(output) or listener.loop.is_closed()):
+                waking.setdefault(listener.loop, {})[number] = listener
+        for loop, listeners in waking.items():
+            try:
+                loop.call_soon_threadsafe(_wake, listeners.values())
+            except RuntimeError:  # the loop was closed: nobody listens any more
+                self._leave(listeners)
+
+
+def _wake(listeners: Iterable[_Listener]) -> None:
+    for listener in listeners:
+        listener.arrived.set()
 
 
 def _settle(future: Future[Any], work: Callable[[], Any]) -> None:

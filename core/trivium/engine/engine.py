@@ -11,9 +11,12 @@ ignored: their pages can be handed out at once, as whatever writes to them next 
 
 from __future__ import annotations
 
+import contextlib
+import heapq
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -28,7 +31,7 @@ from trivium.engine.pooling import PoolingParams
 from trivium.engine.request import Completion, Request
 from trivium.engine.runner import Flight, Landed, Part, Runner, Stats
 from trivium.engine.speculation import Drafter, Speculative, Speculator, check_rewinds, lookup_drafter
-from trivium.errors import BackendError, InvalidRequestError, PageFormatError, TriviumError
+from trivium.errors import BackendError, DeadlineError, InvalidRequestError, OverloadedError, PageFormatError, TriviumError
 from trivium.kv import Disk, Hit, KVCache, Tiers
 from trivium.ops import Sampled
 from trivium.sampling import SamplingParams
@@ -63,6 +66,9 @@ class Engine:
         self._requests: dict[int, Request] = {}
         self._completions: dict[Stream, Completion] = {}
         self._flight: Flight | None = None
+        self._deadlines: list[tuple[float, int]] = []
+        self._moved: list[Completion] = []
+        """Outputs that are to be reported: a step that is interrupted leaves them to the next one."""
         self.intake = Intake(model, tokenizer, self.config, self.scheduler.check_fits, clock)
         self.runner = Runner(model, self.scheduler, self._completions, self.stats, clock)
         self.speculator: Speculator | None = None
@@ -83,23 +89,30 @@ class Engine:
     def add_request(
         self, prompt_ids: Sequence[int], params: SamplingParams | None = None, *, priority: int = 0, stream: bool = False,
         client_id: str | None = None, cache_salt: str = "", reader: Reader | None = None, pooling: PoolingParams | None = None,
-        score_from: int = 1, adapter: str | None = None,
+        score_from: int = 1, adapter: str | None = None, timeout: float | None = None, patient: bool = False,
     ) -> int:  # fmt: skip
         """Takes a request and returns its id; `client_id` is only echoed. Lower priority runs first. cache_salt: prefix pages are
         shared only between equal salts. reader: how to read the outputs as answers of a chat. pooling: no tokens are made (and no
         params are taken), the output has an embedding of the prompt. score_from: prompt_logprobs begin with this token of the
-        prompt, earlier ones have none. adapter: the name of a loaded one, which the request keeps to its end. Raises
-        InvalidRequestError, ContextLengthError, CapacityError or UnsupportedError; then nothing has changed."""
+        prompt, earlier ones have none. adapter: the name of a loaded one, which the request keeps to its end. timeout: seconds from
+        now until it is ended with DeadlineError, keeping what it has. patient: the limits on what waits don't hold. Raises
+        InvalidRequestError, ContextLengthError, CapacityError, UnsupportedError or OverloadedError; then nothing has changed."""
+        if timeout is not None and not (isinstance(timeout, int | float) and timeout > 0):
+            raise InvalidRequestError(f"timeout must be a number of seconds above 0, or None, not {timeout!r}", param="timeout")
         if stream and params is not None and params.beam_width:
             raise InvalidRequestError("a beam search has nothing to stream: its outputs are chosen at the end", param="stream")
         if stream and params is not None and params.ranked:
             raise InvalidRequestError("best_of can't be streamed: which outputs are best is known at the end", param="best_of")
         number = self._count + 1
         request = self.intake.request(number, prompt_ids, params, client_id, priority, cache_salt, pooling, score_from, adapter)
+        if not patient:
+            self._check_queue(len(request.prompt_ids))
         request.stream = stream
         if reader is not None:
             request.read_with(reader)
         self.stats.prompt_tokens += len(request.prompt_ids)
+        if timeout is not None:
+            heapq.heappush(self._deadlines, (request.clock.arrival + timeout, request.id))
         return self._take(request)
 
     def export_request(self, request_id: int, *, copy: bool = False, pages: bool = True) -> RequestState:
@@ -153,6 +166,19 @@ class Engine:
         none of that name."""
         enabled(self.model.lora).remove(name, {seq.adapter for seq in self._completions})
 
+    def _check_queue(self, prompt: int) -> None:
+        """Raises OverloadedError if a request with so many tokens would be too much, with the time that the excess takes to go."""
+        stats, queue = self.stats, self.scheduler
+        for name, waits, more, done in (
+            ("max_waiting_requests", queue.queued, 1, stats.finished_requests),
+            ("max_waiting_tokens", queue.waiting_tokens, prompt, stats.computed_tokens),
+        ):
+            limit, excess = getattr(self.config, name), waits + more
+            if queue.queued and limit is not None and excess > limit:
+                seconds = (stats.host_seconds + stats.device_seconds) / done * (excess - limit) if done else 1.0
+                message = f"{waits} wait and {more} more would exceed {name} {limit}; try again in {seconds:.1f} seconds"
+                raise OverloadedError(message, retry_after=seconds)
+
     def has_unfinished(self) -> bool:
         """Whether step() has anything to do."""
         return bool(self._requests) or self._flight is not None
@@ -160,18 +186,13 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Runs one step and returns the news of the requests that have any, oldest first."""
         began, elsewhere = self._clock(), self.stats.device_seconds + self.stats.draft_seconds
-        flight, self._flight = self._flight, None
-        if flight is None:
-            plan = self._plan()
-            if not plan.entries:
-                assert not self._requests, "requests are unfinished and none of them can run"
-                return []
-            if self.speculator is not None:
-                self.speculator.extend(plan)
-            flight = self.runner.launch(self.runner.prepare(plan, began))
-        else:
-            flight.started = began
-        outputs = self._report(self._run(flight))
+        self._moved += self._expire(began)
+        flight, self._flight = self._flight or self._first_flight(began), None
+        if flight is not None:
+            flight.started = max(flight.started, began)
+            self._run(flight)
+        moved, self._moved = self._moved, []
+        outputs = self._report(moved)
         now = self._clock() if self._flight is None else self.runner.charge(self._flight)
         elsewhere = self.stats.device_seconds + self.stats.draft_seconds - elsewhere
         self.stats.host_seconds += now - began - elsewhere
@@ -182,16 +203,49 @@ class Engine:
         if self.kv.tiers is not None:
             self.kv.tiers.close(self.model.session, self.kv.pool.published())
 
+    def _expire(self, now: float) -> list[Completion]:
+        """Ends what has taken too long."""
+        moved: list[Completion] = []
+        while self._deadlines and self._deadlines[0][0] <= now:
+            request = self._requests.get(heapq.heappop(self._deadlines)[1])
+            if request is not None:
+                waited = f"{now - request.clock.arrival:.1f} seconds after it came"
+                moved += self._end(request, "abort", DeadlineError(f"the request's timeout was over {waited}"))
+        return moved
+
+    def _first_flight(self, began: float) -> Flight | None:
+        """A step that nobody has prepared."""
+        plan = self._plan()
+        if plan.entries:
+            if self.speculator is not None:
+                self.speculator.extend(plan)
+            return self.runner.launch(self.runner.prepare(plan, began))
+        assert not self._completions, "requests are unfinished and none of them can run"
+        return None
+
     def abort(self, request_id: int) -> RequestOutput | None:
         """Ends a request with what it has so far (finish_reason "abort"); None if it is not running any more."""
         request = self._requests.get(request_id)
         if request is None:
             return None
+        self.stats.aborted_requests += 1
         return self._report(self._end(request, "abort") or request.completions)[0]
 
     def fail_all(self, fault: TriviumError) -> list[RequestOutput]:
         """Ends every request with an error: for an engine that can't go on."""
+        flight, self._flight = self._flight, None
+        if flight is not None:
+            with contextlib.suppress(Exception):  # its requests end anyway, but not before the device is done with their pages
+                self._wait(flight)
         return [output for request in list(self._requests.values()) for output in self._report(self._end(request, "error", fault))]
+
+    def snapshot(self) -> Stats:
+        """The totals so far, and what runs, waits and is free now."""
+        kv, queue = self.kv.pool, self.scheduler
+        return replace(
+            self.stats, running=len(queue.running), waiting=len(queue.waiting), waiting_tokens=queue.waiting_tokens,
+            pages=kv.pages, free_pages=kv.available,
+        )  # fmt: skip
 
     def check(self) -> None:
         """Raises AssertionError unless every page is free or owned, reference counts add up, and no request is lost."""
@@ -210,31 +264,34 @@ class Engine:
             if all(self.kv.collect(entry.seq, entry.hit) for entry in plan.entries if entry.hit is not None):
                 return plan
 
-    def _run(self, flight: Flight) -> list[Completion]:
-        """Ends a step; if it fails, its sequences run one by one. Returns the outputs that moved."""
+    def _run(self, flight: Flight) -> None:
+        """Ends a step; if it fails, its sequences run one by one."""
         ahead = self.model.capabilities.asynchronous and self.speculator is None  # drafts follow from the tokens of this step
         following = self._prepare_after(flight) if ahead else None
         try:
             landed = self._wait(flight, following)
-        except Exception as fault:
+        except (Exception, SystemExit) as fault:
             self.stats.failed_steps += 1
             count = len(flight.plan.entries)
             _log.warning("a step of %d sequences failed; they run again one by one: %s", count, fault, exc_info=fault)
-            return [completion for entry in flight.plan.entries for completion in self._run_alone(entry.seq, flight.began)]
+            for entry in flight.plan.entries:
+                self._run_alone(entry.seq, flight.began)
+            return
         if self.speculator is not None:
             self.speculator.measure(flight.plan, landed.seconds)
-        return self._finish(flight, landed, following)
+        self._finish(flight, landed, following)
 
-    def _run_alone(self, seq: Stream, began: float) -> list[Completion]:
+    def _run_alone(self, seq: Stream, began: float) -> None:
         plan = self.scheduler.plan(only=seq) if seq in self._completions else StepPlan()
         if not plan.entries:
-            return []
+            return
         flight = self.runner.launch(self.runner.prepare(plan, began))
         try:
             landed = self._wait(flight)
-        except Exception as fault:
-            return self._end(self._completions[seq].request, "error", fault)
-        return self._finish(flight, landed)
+        except (Exception, SystemExit) as fault:
+            self._moved += self._end(self._completions[seq].request, "error", fault)
+            return
+        self._finish(flight, landed)
 
     def _wait(self, flight: Flight, following: Flight | None = None) -> Landed:
         """What a step gave; if it fails, everything but preemptions is as it was before it and the following one were prepared."""
@@ -250,14 +307,14 @@ class Engine:
             plan = self._plan(ahead=True)
             return self.runner.prepare(plan, self._clock()) if plan.entries else None
 
-    def _finish(self, flight: Flight, landed: Landed, following: Flight | None = None) -> list[Completion]:
+    def _finish(self, flight: Flight, landed: Landed, following: Flight | None = None) -> None:
         """What has landed becomes tokens and pages, which the next step builds on: it starts, and clients see the rest."""
         self.stats.steps += 1
         self._measure(flight, landed.now)
-        moved = self._each(flight, lambda part: self._settle(part, landed))
+        self._moved += self._each(flight, lambda part: self._settle(part, landed))
         if following is not None:
             self._flight = self.runner.launch(following)
-        return moved + self._each(flight, lambda part: self._commit(part, landed, flight.began))
+        self._moved += self._each(flight, lambda part: self._commit(part, landed, flight.began))
 
     def _each(self, flight: Flight, do: Callable[[Part], bool]) -> list[Completion]:
         """Does something for every output that has not ended while the step was under way; a fault ends its request. Returns the
@@ -361,7 +418,7 @@ class Engine:
             self.speculator.forget(completion.seq)
         del self._completions[completion.seq]
 
-    def _end(self, request: Request, reason: str, fault: Exception | None = None) -> list[Completion]:
+    def _end(self, request: Request, reason: str, fault: BaseException | None = None) -> list[Completion]:
         """Ends all outputs of a request that still run."""
         live = [c for c in request.completions if c.seq in self._completions]
         request.error = None if fault is None else self._typed(fault)
@@ -379,13 +436,14 @@ class Engine:
     def _report(self, moved: list[Completion]) -> list[RequestOutput]:
         """News of the requests that `moved` belong to; forgets those that have finished."""
         by_request: dict[int, list[Completion]] = {}
-        for completion in moved:
+        for completion in dict.fromkeys(c for c in moved if c.request.id in self._requests):
             by_request.setdefault(completion.request.id, []).append(completion)
         now = self._clock()
         outputs = []
         for number in sorted(by_request):
             request = self._requests[number]
             if request.finished:
+                self.stats.finished_requests += 1
                 del self._requests[number]
             if request.stream or request.finished:
                 outputs.append(request.output(by_request[number], now))
@@ -393,7 +451,7 @@ class Engine:
             self.kv.check_idle()
         return outputs
 
-    def _typed(self, fault: Exception) -> TriviumError:
+    def _typed(self, fault: BaseException) -> TriviumError:
         if isinstance(fault, TriviumError):
             return fault
         error = BackendError(f"backend {self.model.backend.name!r}: a step failed: {type(fault).__name__}: {fault}")

@@ -55,6 +55,10 @@ class Intake:
         for param, value, kind in (("priority", priority, int), ("cache_salt", salt, str), ("request_id", name, str)):
             if type(value) is not kind:
                 raise InvalidRequestError(f"{param} must be of type {kind.__name__}, not {value!r:.80}", param=param)
+        if priority and self._config.scheduling_policy == "fcfs":
+            raise InvalidRequestError(
+                f"priority {priority} needs scheduling_policy 'priority'; leave it out or 0", param="priority"
+            )
         ids = self._check_prompt(prompt_ids)
         pool = None if pooling is None else self._pool(pooling, params, len(ids))
         params = SamplingParams(temperature=0.0, max_tokens=0) if pool is not None else params or SamplingParams()

@@ -87,6 +87,16 @@ class CompletionOutput:
         """The calls of a chat's answer, in order; in a stream their new pieces. Only those with complete=True may be executed."""
         return tool_calls(self.events or ())
 
+    def extend(self, later: CompletionOutput) -> None:
+        """Takes in the news that followed these."""
+        self.text += later.text
+        self.token_ids += later.token_ids
+        self.logprobs = later.logprobs if self.logprobs is None else [*self.logprobs, *(later.logprobs or ())]
+        self.finish_reason, self.stop_reason = later.finish_reason, later.stop_reason
+        self.cumulative_logprob = later.cumulative_logprob
+        if later.events is not None:
+            self.events = [*(self.events or ()), *later.events]
+
 
 @dataclass(slots=True)
 class RequestOutput:
@@ -104,6 +114,17 @@ class RequestOutput:
     embedding: F32 | None = None
     error: TriviumError | None = None
     client_id: str | None = None
+
+    def extend(self, later: RequestOutput) -> None:
+        """Takes in the news that followed these, of a streaming request."""
+        known = {output.index: output for output in self.outputs}
+        for output in later.outputs:
+            if output.index in known:
+                known[output.index].extend(output)
+            else:
+                self.outputs.append(output)
+        for name in ("finished", "metrics", "prompt_logprobs", "error"):
+            setattr(self, name, getattr(later, name))
 
 
 @dataclass

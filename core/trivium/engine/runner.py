@@ -27,7 +27,8 @@ class Stats:
     true in the j-th place of their step. failed_drafts: proposals that raised. cached_tokens: found at admission, in the pool or a
     tier; restored_*: those of them that came from a tier. restores_chosen, recomputes_chosen: admissions that found more in a tier
     and took it, or computed it as that was quicker. tier_faults: pages that could not be moved or read, or were not what they
-    should be."""
+    should be. finished_requests: all that ended, also aborted. In a snapshot: sequences that run and wait, tokens of the latter,
+    pages of the KV cache and how many are free."""
 
     steps: int = 0
     failed_steps: int = 0
@@ -41,6 +42,8 @@ class Stats:
     restores_chosen: int = 0
     recomputes_chosen: int = 0
     tier_faults: int = 0
+    finished_requests: int = 0
+    aborted_requests: int = 0
     host_seconds: float = 0.0
     device_seconds: float = 0.0
     draft_seconds: float = 0.0
@@ -48,6 +51,11 @@ class Stats:
     accepted_tokens: int = 0
     accepted_by_position: list[int] = field(default_factory=list)
     failed_drafts: int = 0
+    running: int = 0
+    waiting: int = 0
+    waiting_tokens: int = 0
+    pages: int = 0
+    free_pages: int = 0
 
     @property
     def host_share(self) -> float:

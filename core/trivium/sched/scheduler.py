@@ -95,6 +95,12 @@ class Scheduler:
         self.max_adapters = max_adapters
         self.running: list[Sequence] = []
         self.waiting: list[Sequence] = []
+        self.waiting_tokens = 0
+
+    @property
+    def queued(self) -> int:
+        """Waiting sequences beyond those that find a free seat."""
+        return max(len(self.waiting) - max(self.max_seqs - len(self.running), 0), 0)
 
     def check_fits(self, tokens: int) -> None:
         """Raises CapacityError if a sequence of `tokens` computed tokens could not run even alone."""
@@ -106,6 +112,7 @@ class Scheduler:
     def add(self, seq: Sequence) -> None:
         """Puts a sequence in its place among the waiting ones."""
         insort(self.waiting, seq, key=_order)
+        self.waiting_tokens += seq.length
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Adds a sequence that begins with what `parent` has computed: it runs on from there, unless that takes another's turn."""
@@ -120,7 +127,8 @@ class Scheduler:
     def remove(self, seq: Sequence) -> None:
         """Takes out a sequence that has ended, for whatever reason, and gives its pages back."""
         self.kv.release(seq)
-        _discard(self.running if seq.running else self.waiting, seq)
+        if _discard(self.running if seq.running else self.waiting, seq) and not seq.running:
+            self.waiting_tokens -= seq.length
         seq.running = False
 
     def plan(self, only: Sequence | None = None) -> StepPlan:
@@ -194,7 +202,7 @@ class Scheduler:
             seq.running = False
             _discard(self.running, seq)
             if not parked:
-                insort(self.waiting, seq, key=_order)
+                self.add(seq)
 
     def check(self) -> None:
         """Raises AssertionError unless both lists are in order and hold exactly the owners of all pages."""
@@ -203,10 +211,12 @@ class Scheduler:
             assert all(s.running is running for s in seqs), "a sequence is in the wrong list"
         assert all(s.row < 0 for s in self.waiting), "a waiting sequence holds pages"
         assert len(self.running) <= self.max_seqs
+        assert self.waiting_tokens == sum(s.length for s in self.waiting), "tokens that wait are miscounted"
         self.kv.check(self.running)
 
     def _admit(self, seq: Sequence, hit: Hit) -> None:
         _discard(self.waiting, seq)
+        self.waiting_tokens -= seq.length
         insort(self.running, seq, key=_order)
         seq.running = True
         if hit.blocks:
@@ -333,7 +343,10 @@ class _Planner:
         self.draft.entries.append(entry)
 
 
-def _discard(seqs: list[Sequence], seq: Sequence) -> None:
+def _discard(seqs: list[Sequence], seq: Sequence) -> bool:
+    """Whether it was there."""
     at = bisect_left(seqs, seq.order, key=_order)
-    if at < len(seqs) and seqs[at] is seq:
+    found = at < len(seqs) and seqs[at] is seq
+    if found:
         del seqs[at]
+    return found
