@@ -225,3 +225,52 @@ def test_a_reservation_that_fails_halfway_is_undone() -> None:
     assert sim.snapshot()[0] == before[0]
     sim.scheduler.check()
     assert np.count_nonzero(sim.scheduler.kv.pool.refs) == 3
+
+
+def simulate(seed: int, count: int, urgent: float, gap: float) -> tuple[Simulation, list[Sequence], dict[Sequence, float]]:
+    """`count` arrivals, `gap` seconds apart on the mean; `urgent`: share of priority 0, the rest has 1. A step takes a second and a
+    tenth of one for every token. Returns also when each ended."""
+    sim, rng = make((None,), 24, 6, 24), random.Random(seed)
+    due = sorted((rng.uniform(0, count * gap), 0 if rng.random() < urgent else 1) for _ in range(count))
+    now, seqs, ends = 0.0, list[Sequence](), dict[Sequence, float]()
+    while len(ends) < count:
+        while len(seqs) < count and (due[len(seqs)][0] <= now or not (sim.scheduler.running or sim.scheduler.waiting)):
+            now = max(now, due[len(seqs)][0])
+            prompt = [rng.randrange(5) for _ in range(rng.randrange(1, 40))]
+            seqs.append(sim.add(prompt, rng.randrange(1, 30), (due[len(seqs)][1], len(seqs), 0)))
+        plan = sim.step()
+        now += 1 + sum(entry.tokens for entry in plan.entries) / 10
+        ends.update((seq, now) for seq in sim.finished if seq not in ends)
+        for seq in plan.preempted:
+            waiting = sim.scheduler.waiting
+            later = [other for other in waiting if other.order > seq.order]
+            assert seq not in waiting or waiting.index(seq) < len(waiting) - len(later), "before whoever came later"
+    return sim, seqs, ends
+
+
+@pytest.mark.faults
+@given(st.integers(0, 2**32), st.integers(2, 60), st.sampled_from([0.0, 0.3, 1.0]), st.sampled_from([0.1, 2.0, 10.0]))
+@settings(max_examples=40, deadline=None)
+def test_o19_everybody_ends_and_preemption_is_bounded(seed: int, count: int, urgent: float, gap: float) -> None:
+    sim, seqs, _ = simulate(seed, count, urgent, gap)
+    for seq in seqs:
+        earlier = [other for other in seqs if other.order < seq.order]
+        growth = sum(-(-other.length // 4) for other in earlier)
+        assert sim.preempted.get(seq, 0) <= min(growth, 2 * len(earlier)), (
+            "one who comes first takes pages a bounded number of times"
+        )
+    assert sum(sim.preempted.values()) <= 3 * count, "no thrashing"
+
+
+@pytest.mark.faults
+@given(st.integers(0, 2**32))
+@settings(max_examples=20, deadline=None)
+def test_o19_equals_begin_in_the_order_of_arrival_and_low_priority_gets_on_when_the_load_ends(seed: int) -> None:
+    _, seqs, ends = simulate(seed, 40, 0.7, 0.1)
+    for priority in (0, 1):
+        alike = [seq for seq in seqs if seq.order[0] == priority]
+        if alike:
+            assert ends[alike[0]] <= min(ends[seq] for seq in alike) + 60, "the first to come is among the first to go"
+    last_urgent = max((ends[seq] for seq in seqs if seq.order[0] == 0), default=0.0)
+    low = [ends[seq] for seq in seqs if seq.order[0] == 1]
+    assert all(end - last_urgent < 40 * len(low) for end in low), "they share the device among themselves afterwards"

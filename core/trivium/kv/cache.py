@@ -259,6 +259,10 @@ class KVCache:
         child.forked = parent.forked = True
         self.pool.share(self.held(child))
 
+    def holds(self, stream: Stream, tokens: int) -> bool:
+        """Whether grow() has nothing to do, as for most tokens that are decoded: the page is there, and nobody else's."""
+        return not stream.forked and tokens <= stream.blocks * self.page_size
+
     def written(self, stream: Stream) -> list[int]:
         """The pages that the next token of a stream may change."""
         return [page for _, _, page in self._last(stream)]
@@ -266,6 +270,8 @@ class KVCache:
     def grow(self, stream: Stream, tokens: int) -> list[Copy]:
         """Makes room for the first `tokens` tokens and gives the stream what it will write for itself: the copies that this takes
         have to be made before. Raises CapacityError, and changes nothing, if there are too few pages."""
+        if self.holds(stream, tokens):
+            return []
         count = self.pages_to_grow(stream, tokens, stream.blocks)
         if not count and not stream.forked:
             return []

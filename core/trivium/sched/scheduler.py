@@ -258,6 +258,9 @@ class _Planner:
         if not seq.pending or seq.computed == seq.fork_at > 0:
             return  # its end is under way, or it waits for its siblings
         decode = seq.pending == 1
+        if decode and self.kv.holds(seq, seq.length):
+            self.draft.entries.append(Entry(seq, seq.computed, 1))
+            return
         count = 1 if decode else self._chunk(seq, seq.computed, self.rows + 1)
         room = self._room(seq)
         while room <= 0 and self._evict(seq.order, seq):
