@@ -240,7 +240,7 @@ def soak(backend: str, requests: int, seed: int) -> dict[str, Any]:
         adapters = {name: make_adapter(Path(folder) / name, "gemma3", seed=n) for n, name in enumerate(("red", "green", "blue"), 1)}
         jobs = make_jobs(requests, seed, list(adapters))
         single = open_model(model, backend, adapters, max_num_seqs=4, num_kv_blocks=256)
-        want = list(alone(Engine(single, single.tokenizer, EngineConfig(4, 48, False)), jobs))
+        want = list(alone(Engine(single, single.tokenizer, EngineConfig(4, 48, False, scheduling_policy="priority")), jobs))
         single.session.close()
         loaded = open_model(model, backend, adapters, max_num_seqs=32, num_kv_blocks=72, num_speculative_tokens=3)
         runs = {}
