@@ -73,7 +73,7 @@ def test_a_refused_request_leaves_no_trace() -> None:
 @pytest.mark.parametrize("priority", [1, -1, True, 0.0, "0"])
 def test_first_come_first_served_refuses_a_priority(priority: Any) -> None:
     engine = engine_of(scheduling_policy="fcfs")
-    with pytest.raises(InvalidRequestError, match="needs scheduling_policy 'priority'|must be of type int") as refusal:
+    with pytest.raises(InvalidRequestError, match=r"needs scheduling_policy 'priority'|must be of type int") as refusal:
         engine.add_request([5], greedy(2), priority=priority)
     assert refusal.value.param == "priority"
     engine.add_request([5], greedy(2), priority=0)
