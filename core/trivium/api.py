@@ -46,8 +46,8 @@ class _Request(NamedTuple):
 class Options(TypedDict, total=False):
     """Keyword arguments of every request; of several, one value for all or a list with one for each. adapter: the name of a loaded
     one. priority: an integer, lower runs first (needs scheduling_policy="priority"). timeout: seconds until it is ended with
-    DeadlineError, keeping what it has. request_id: the client's own, echoed as RequestOutput.client_id. cache_salt: prefix pages are
-    shared only between equal salts."""
+    DeadlineError, keeping what it has. request_id: the client's own, echoed as RequestOutput.client_id. cache_salt: prefix pages
+    are shared only between equal salts."""
 
     adapter: str | Sequence[str | None] | None
     priority: int | Sequence[int]
