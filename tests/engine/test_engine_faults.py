@@ -54,7 +54,9 @@ def whole_step(engine: Engine) -> list[Any]:
     """One step that nobody tries again."""
     flight = engine.runner.launch(engine.runner.prepare(engine.scheduler.plan(), 0.0))
     landed = engine._wait(flight)
-    return engine._finish(flight, landed)
+    engine._finish(flight, landed)
+    moved, engine._moved = engine._moved, []
+    return moved
 
 
 class _Nonsense:
