@@ -240,14 +240,14 @@ def soak(backend: str, requests: int, seed: int) -> dict[str, Any]:
         adapters = {name: make_adapter(Path(folder) / name, "gemma3", seed=n) for n, name in enumerate(("red", "green", "blue"), 1)}
         jobs = make_jobs(requests, seed, list(adapters))
         single = open_model(model, backend, adapters, max_num_seqs=4, num_kv_blocks=256)
-        want = list(alone(Engine(single, single.tokenizer, EngineConfig(4, 48, False, scheduling_policy="priority")), jobs))
+        want = list(alone(Engine(single, single.tokenizer, EngineConfig(4, 48, False)), jobs))
         single.session.close()
         loaded = open_model(model, backend, adapters, max_num_seqs=32, num_kv_blocks=72, num_speculative_tokens=3)
         runs = {}
         for name, extras in RUNS.items():
             faulty = Faulty(loaded.executable, random.Random(seed)) if name == "faults" else None
             engine_model = dataclasses.replace(loaded, executable=faulty) if faulty else loaded
-            runs[name] = measure(engine_model, EngineConfig(32, 48, scheduling_policy="priority", **extras), jobs, want, seed)
+            runs[name] = measure(engine_model, EngineConfig(32, 48, **extras), jobs, want, seed)
             if faulty:
                 runs[name]["injected"] = faulty.injected
         loaded.session.close()

@@ -45,7 +45,7 @@ class _Request(NamedTuple):
 
 class Options(TypedDict, total=False):
     """Keyword arguments of every request; of several, one value for all or a list with one for each. adapter: the name of a loaded
-    one. priority: an integer, lower runs first (needs scheduling_policy="priority"). timeout: seconds until it is ended with
+    one. priority: an integer, lower runs first (the policy "fcfs" takes none). timeout: seconds until it is ended with
     DeadlineError, keeping what it has. request_id: the client's own, echoed as RequestOutput.client_id. cache_salt: prefix pages
     are shared only between equal salts."""
 
@@ -71,7 +71,7 @@ class _Opened(ABC):
         max_num_batched_tokens: int | None = None, max_model_len: int | None = None, enable_prefix_caching: bool = True,
         strict: bool = False, seed: int | None = None, enable_lora: bool = False, max_loras: int = 4, max_lora_rank: int = 16,
         speculative: Speculative | Mapping[str, Any] | None = None, kv_host_bytes: int = 0,
-        kv_disk_path: str | os.PathLike[str] | None = None, kv_disk_bytes: int = 10 << 30, scheduling_policy: str = "fcfs",
+        kv_disk_path: str | os.PathLike[str] | None = None, kv_disk_bytes: int = 10 << 30, scheduling_policy: str = "priority",
         max_waiting_requests: int | None = None, max_waiting_tokens: int | None = None, threads: int | None = None,
         backend_options: Mapping[str, Any] | None = None, tool_parser: str | None = "auto", reasoning_parser: str | None = "auto",
         progress: bool = True,

@@ -118,9 +118,7 @@ def test_a_batch_of_many_adapters_gives_what_each_gives_alone(llm, alone):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("slots", [1, 2])
 def test_short_of_slots_and_pages_every_request_ends_with_its_ids(backend, slots, home, alone):
-    with opened(
-        home, backend, max_loras=slots, num_kv_blocks=9, max_num_seqs=4, max_model_len=96, scheduling_policy="priority"
-    ) as llm:
+    with opened(home, backend, max_loras=slots, num_kv_blocks=9, max_num_seqs=4, max_model_len=96) as llm:
         wanted = [(n, i) for i in range(len(PROMPTS)) for n in (*NAMES, None, *NAMES[::-1])]
         engine, finished, numbers = llm.engine, {}, []
         for n, i in wanted:

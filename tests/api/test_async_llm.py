@@ -80,7 +80,7 @@ def test_requests_are_aborted_by_id_counted_and_timed(folder, backend):
     endless = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
 
     async def run():
-        async with AsyncLLM(folder, backend, scheduling_policy="priority") as llm:
+        async with AsyncLLM(folder, backend) as llm:
             stream = llm.stream("ab", endless, priority=1)
             first = await anext(stream)
             assert llm.is_ready and (await llm.stats()).running == 1

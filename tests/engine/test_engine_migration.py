@@ -128,7 +128,7 @@ def test_scores_penalties_and_seeds_move_and_the_clock_runs_on() -> None:
     )
     stay, first, second = mover(), mover(), mover()
     for engine in (stay, first):
-        engine.intake._config = EngineConfig(seed=11, scheduling_policy="priority")
+        engine.intake._config = EngineConfig(seed=11)
     number = stay.add_request(PROMPT, params)
     want = run_all(stay)[number]
     number, got = first.add_request(PROMPT, params), None

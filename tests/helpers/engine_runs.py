@@ -22,9 +22,7 @@ def prompts_of(count: int, longest: int, seed: int = 7) -> list[list[int]]:
 
 def engine_of(windows: Any = (None,), *, bos_id: int | None = None, clock: Any = None, model: Any = None, **options: Any) -> Engine:
     """`options`: a drafter, those of EngineConfig, the others go to fake_model."""
-    config = {"scheduling_policy": "priority"} | {
-        k: options.pop(k) for k in list(options) if k in EngineConfig.__dataclass_fields__
-    }
+    config = {k: options.pop(k) for k in list(options) if k in EngineConfig.__dataclass_fields__}
     extra = {key: value for key, value in (("clock", clock), ("drafter", options.pop("drafter", None))) if value}
     return Engine(model or fake_model(windows, **options), FakeTokenizer(bos_id), EngineConfig(**config), **extra)
 

@@ -28,7 +28,7 @@ class EngineConfig:
     max_num_batched_tokens: int = 2048
     enable_prefix_caching: bool = True
     seed: int | None = None
-    scheduling_policy: str = "fcfs"
+    scheduling_policy: str = "priority"
     max_waiting_requests: int | None = None
     max_waiting_tokens: int | None = None
     speculative: Speculative | Mapping[str, Any] | None = None
