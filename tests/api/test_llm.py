@@ -193,6 +193,16 @@ def test_one_bad_request_keeps_the_whole_call_from_starting(llm):
     assert llm.engine.stats.failed_steps == 0
 
 
+@pytest.mark.parametrize(
+    "option", [{"seed": "x"}, {"max_num_seqs": 0}, {"kv_host_bytes": -1}, {"kv_disk_path": ""}, {"speculative": {"method": "x"}}]
+)
+def test_options_of_the_engine_are_refused_before_anything_is_loaded(monkeypatch, option):
+    monkeypatch.setattr("trivium.api.load", lambda *_, **__: pytest.fail("it was loaded"))
+    with pytest.raises(InvalidRequestError) as refused:
+        LLM("anything", progress=False, **option)
+    assert refused.value.param == next(iter(option))
+
+
 def test_loading_refuses_by_name(folder):
     with pytest.raises(InvalidRequestError, match="max_num_seqs"):
         LLM(folder, backend="reference", max_num_seqs=0)
