@@ -87,16 +87,16 @@ def test_async_engines_hand_over_between_steps(folder: Path) -> None:
             whole = (await first.generate([PREFIX], GREEDY))[0].outputs[0].token_ids
             number = await first.async_engine.call(lambda engine: engine.add_request(PREFIX, GREEDY))
             state = await first.async_engine.call(lambda engine: engine.export_request(number))
-            there = await second.async_engine.call(lambda engine: engine.import_request(state))
-            found: list[int] = []
-            while not found:
-                found = await second.async_engine.call(lambda engine: _tokens(engine, there))
-            return whole, found
+            return whole, await second.async_engine.call(lambda engine: _continued(engine, state))
 
     whole, found = asyncio.run(move())
     assert found == whole[: len(found)]
 
 
-def _tokens(engine: Any, number: int) -> list[int]:
-    request = engine._requests.get(number)
-    return list(request.completions[0].token_ids) if request is not None else [-1]
+def _continued(engine: Any, state: Any) -> list[int]:
+    """What the request has once a step has given it a token, before another one can end it."""
+    completion = engine._requests[engine.import_request(state)].completions[0]
+    before = len(completion.token_ids)
+    while len(completion.token_ids) == before:
+        engine.step()
+    return list(completion.token_ids)
