@@ -43,7 +43,10 @@ def test_paged_attention_equals_brute_force_in_every_case():
     for case in ATTENTION.cases(np.random.default_rng(3)):
         q, kv, starts, contexts, sinks = case.args
         np.testing.assert_allclose(
-            ATTENTION(*case.args, **case.attrs), brute(q, kv, starts, contexts, sinks, **case.attrs), rtol=1e-4, atol=1e-5
+            ATTENTION(*case.args, **case.attrs),
+            brute(q, kv, starts, contexts, sinks, **{**ATTENTION.attrs, **case.attrs}),
+            rtol=1e-4,
+            atol=1e-5,
         )
 
 

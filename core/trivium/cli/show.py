@@ -174,16 +174,15 @@ def _weight(constant: Any, weight: Any, resident: Any, exact: bool) -> dict[str,
 
 
 def _explained(choice: Choice) -> dict[str, Any]:
-    from trivium.ops.printer import format_call
     from trivium.plugin.select import kernel_name
 
     refused = [f"{kernel_name(kernel)} refuses: {reason}" for kernel, reason in choice.refused]
     following = [kernel_name(kernel) for kernel in choice.next] + [HOST]
     if choice.kernel is None:
         why = "; ".join(refused) or "the backend has no kernel for it"
-        return {"call": format_call(choice.call), "kernel": HOST, "why": why, "next": ["nothing"]}
+        return {"call": str(choice.call), "kernel": HOST, "why": why, "next": ["nothing"]}
     why = "; ".join([_reason(choice.next, choice.kernel.priority), *refused])
-    return {"call": format_call(choice.call), "kernel": kernel_name(choice.kernel), "why": why, "next": following}
+    return {"call": str(choice.call), "kernel": kernel_name(choice.kernel), "why": why, "next": following}
 
 
 def _reason(others: Sequence[Any], priority: int) -> str:

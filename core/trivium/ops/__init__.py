@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from trivium.ops.batch import Batch, Sampled, SampleInputs
 from trivium.ops.builder import Builder
+from trivium.ops.examples import operator
 from trivium.ops.opset import OPERATORS, new_builder
-from trivium.ops.patterns import evaluate, interpret
+from trivium.ops.patterns import evaluate, interpret, rewrite
 from trivium.ops.program import INPUTS, Call, Constant, Pattern, Program, StateDecl, Value
-from trivium.ops.rewrite import rewrite
-from trivium.ops.schema import OPSET, Arg, Case, Operator, Shape, Signature, Tolerance, collect, operator
+from trivium.ops.schema import OPSET, Arg, Case, Operator, Shape, Signature, Tolerance, collect
 from trivium.ops.state import Group, KVSpec, LatentKV, PagedKV, PagedState, Pages, Recurrent, RecurrentState, StateSpec
 from trivium.ops.tensors import Weight
 

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from trivium.errors import ProgramError
-from trivium.ops.examples import ROWS, STEPS, Array, Rng, Sequences, normal, paged_state, sequences, tolerances
-from trivium.ops.schema import Case, operator
+from trivium.ops.examples import STEPS, Array, Draw, operator, sequences
 from trivium.ops.state import PagedState
 
 
@@ -28,19 +27,13 @@ def read_positions(pages: Array, table: Array, first: int, stop: int) -> Array:
     return rows[first - first // size * size :][: stop - first]
 
 
-def _kv_write_cases(rng: Rng) -> Iterator[Case]:
-    for rows, heads, dim in zip(ROWS, (1, 2, 3, 2, 5), (8, 16, 64, 5, 32)):
-        state = paged_state(rng, sequences([rows], [rows + 3]), (heads, dim), (heads, dim))
-        if rows == 3:
-            state.slots[1] = -1
-        yield Case((state, normal(rng, rows, heads, dim), normal(rng, rows, heads, dim)))
+def _one_unstored(d: Draw) -> PagedState:
+    state = d.keys_and_values()
+    state.slots[1:2] = -1
+    return state
 
 
-@operator(
-    "kv:PagedKV, k[tokens, kv_heads, head_dim], v[tokens, kv_heads, head_dim] -> kv:PagedKV",
-    cases=_kv_write_cases,
-    tolerances=tolerances(),
-)
+@operator("kv:PagedKV, k[tokens, kv_heads, head_dim], v[tokens, kv_heads, head_dim] -> kv:PagedKV", {}, {"kv": _one_unstored})
 def kv_write(kv: PagedState, k: Array, v: Array) -> PagedState:
     """Stores the keys and values of the step's tokens in their slots (slot -1: nowhere) and returns the state."""
     write_slots(kv.k, kv.slots, k)
@@ -88,36 +81,13 @@ def sequences_of(
         yield slice(begin, end), k, v, mask if window is None else mask & (at > query - window)
 
 
-def _attention_cases(rng: Rng) -> Iterator[Case]:
-    sizes = [(1, 1, 8), (4, 2, 16), (3, 3, 5), (9, 3, 64), (8, 1, 32), (6, 2, 24)]
-    for step, (heads, kv_heads, dim) in zip(STEPS, sizes):
-        yield _attention_case(rng, step, heads, kv_heads, dim)
-        yield _attention_case(rng, step, heads, kv_heads, dim, window=6)
-        yield _attention_case(rng, step, heads, kv_heads, dim, softcap=2.0, page_size=16)
-    yield _attention_case(rng, STEPS[3], 4, 2, 16, causal=False)
-    yield _attention_case(rng, STEPS[3], 4, 2, 16, sinks=True)
-    yield _attention_case(rng, STEPS[4], 4, 1, 64, sinks=True, window=5)
-    long = sequences([1, 40], [300, 130])
-    yield _attention_case(rng, long, 4, 2, 128)
-    yield _attention_case(rng, long, 2, 2, 64, window=100, page_size=16)
-
-
-def _attention_case(
-    rng: Rng, step: Sequences, heads: int, kv_heads: int, dim: int, *, window: int | None = None,
-    softcap: float | None = None, causal: bool = True, sinks: bool = False, page_size: int = 4,
-) -> Case:  # fmt: skip
-    state = paged_state(rng, step, (kv_heads, dim), (kv_heads, dim), page_size=page_size, window=window)
-    q = normal(rng, int(step.query_starts[-1]), heads, dim)
-    attrs = {"scale": dim**-0.5, "window": window, "softcap": softcap, "causal": causal}
-    return Case((q, state, *step, normal(rng, heads) if sinks else None), attrs)
-
-
 @operator(
     "q[tokens, heads, head_dim], kv:PagedKV, query_starts[seqs+1]:int32, context_lens[seqs]:int32, sinks[heads]:weight?"
     " -> y[tokens, heads, head_dim]",
-    cases=_attention_cases,
-    tolerances=tolerances(4),
-)
+    *({"sinks": None, "scale": 0.125, **a} for a in ({}, {"window": 6}, {"window": 100}, {"softcap": 2.0}, {"causal": False})),
+    *({"sinks": Draw.normal, "scale": 0.25, "window": window} for window in (None, 5)),
+    sizes={"step": (*STEPS, sequences([1, 40], [300, 130]))}, tolerance=4,
+)  # fmt: skip
 def paged_attention(
     q: Array, kv: PagedState, query_starts: Array, context_lens: Array, sinks: Array | None = None, *,
     scale: float, window: int | None = None, softcap: float | None = None, causal: bool = True,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,18 +13,60 @@ from trivium.ops.schema import REQUIRED, Arg, Operator, Shape
 from trivium.ops.state import StateSpec
 
 
-class Builder:
-    """Traces a Program. `b.rms_norm(x, w, eps=1e-6)` appends a call and returns its result (a tuple where there are several).
+class Recorder:
+    """Records calls: `b.rms_norm(x, w, eps=1e-6)` appends one and returns its result (a tuple where there are several).
 
     Any operator of the set is a method; a missing optional argument may be left out or None.
     """
 
     def __init__(self, operators: Mapping[str, Operator]) -> None:
         self._operators = operators
+        self._calls: list[Call] = []
+
+    def recorded(self) -> tuple[Call, ...]:
+        """The calls so far."""
+        return tuple(self._calls)
+
+    def call(self, name: str, *args: Value | None, **attrs: Any) -> Any:
+        """Appends a call of operator `name`; raises ProgramError if arguments, attributes or dimensions don't fit."""
+        op = self._operators.get(name)
+        if op is None:
+            raise ProgramError(f"no operator is called {name!r} in this operator set")
+        bound, attrs = self._bind_args(op, args), bind_attrs(op, attrs)
+        results = self._results(op, bound, attrs)
+        self._calls.append(Call(op, bound, attrs, results))
+        return results[0] if len(results) == 1 else results
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return lambda *args, **attrs: self.call(name, *args, **attrs)
+
+    def _bind_args(self, op: Operator, args: tuple[Value | None, ...]) -> tuple[Value | None, ...]:
+        want = op.signature.args
+        if len(args) > len(want):
+            raise ProgramError(f"{op.name} takes {len(want)} arguments, {len(args)} were given")
+        bound = args + (None,) * (len(want) - len(args))
+        for arg, value in zip(want, bound, strict=True):
+            if value is None and not arg.optional:
+                raise ProgramError(f"{op.name}: the argument {arg.name} is missing")
+            if value is not None and value.kind != "param" and arg.is_state != (value.kind == "state"):
+                raise ProgramError(f"{op.name}: {arg.name} {'must' if arg.is_state else 'must not'} be a state")
+        return bound
+
+    def _results(self, op: Operator, args: Sequence[Value | None], attrs: Mapping[str, Any]) -> tuple[Value, ...]:
+        """New values for the results of a call."""
+        raise NotImplementedError
+
+
+class Builder(Recorder):
+    """Traces a Program, with shapes."""
+
+    def __init__(self, operators: Mapping[str, Operator]) -> None:
+        super().__init__(operators)
         self._inputs: dict[str, Value] = {}
         self._constants: dict[str, Constant] = {}
         self._states: list[StateDecl] = []
-        self._calls: list[Call] = []
         self._version: dict[str, int] = {}
 
     def input(self, name: str) -> Value:
@@ -59,22 +101,6 @@ class Builder:
         self._states.append(StateDecl(value, spec))
         return value
 
-    def call(self, name: str, *args: Value | None, **attrs: Any) -> Any:
-        """Appends a call of operator `name`; raises ProgramError if arguments, attributes or dimensions don't fit."""
-        op = self._operators.get(name)
-        if op is None:
-            raise ProgramError(f"no operator is called {name!r} in this operator set")
-        bound, attrs = self._bind_args(op, args), bind_attrs(op, attrs)
-        shapes = iter(op.result_shapes([None if v is None or v.kind == "state" else v.shape for v in bound], attrs))
-        results = tuple(self._result(r, bound, () if r.is_state else next(shapes)) for r in op.signature.results)
-        self._calls.append(Call(op, bound, attrs, results))
-        return results[0] if len(results) == 1 else results
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return lambda *args, **attrs: self.call(name, *args, **attrs)
-
     def finish(self, outputs: Mapping[str, Value], *, vocab_size: int = 0) -> Program:
         """The finished Program."""
         return Program(
@@ -82,19 +108,11 @@ class Builder:
             tuple(self._calls), dict(outputs), vocab_size,
         )  # fmt: skip
 
-    def _bind_args(self, op: Operator, args: tuple[Value | None, ...]) -> tuple[Value | None, ...]:
-        want = op.signature.args
-        if len(args) > len(want):
-            raise ProgramError(f"{op.name} takes {len(want)} arguments, {len(args)} were given")
-        bound = args + (None,) * (len(want) - len(args))
-        for arg, value in zip(want, bound, strict=True):
-            if value is None and not arg.optional:
-                raise ProgramError(f"{op.name}: the argument {arg.name} is missing")
-            if value is not None and arg.is_state != (value.kind == "state"):
-                raise ProgramError(f"{op.name}: {arg.name} {'must' if arg.is_state else 'must not'} be a state")
-        return bound
+    def _results(self, op: Operator, args: Sequence[Value | None], attrs: Mapping[str, Any]) -> tuple[Value, ...]:
+        shapes = iter(op.result_shapes([None if v is None or v.kind == "state" else v.shape for v in args], attrs))
+        return tuple(self._result(r, args, () if r.is_state else next(shapes)) for r in op.signature.results)
 
-    def _result(self, result: Arg, args: tuple[Value | None, ...], shape: Shape) -> Value:
+    def _result(self, result: Arg, args: Sequence[Value | None], shape: Shape) -> Value:
         """A new value: name1, name2, ...; the versions of a state are name'1, name'2, ..."""
         stem, dtype = result.name, result.dtype
         if result.is_state:

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trivium.errors import ProgramError, UnsupportedError
-from trivium.ops.examples import ROWS, Array, Rng, normal, tolerances
-from trivium.ops.schema import Case, Shape, operator
+from trivium.ops.examples import Array, operator
+from trivium.ops.schema import Shape
 
 
-def _cases(rng: Rng, attrs: Mapping[str, Any]) -> Iterator[Case]:
-    return (Case((normal(rng, rows, 6),), attrs) for rows in ROWS)
-
-
-@operator("x[..., n] -> y[..., n]", cases=lambda rng: _cases(rng, {}), tolerances=tolerances())
+@operator("x[..., n] -> y[..., n]")
 def all_reduce(x: Array) -> Array:
     """The sum of x over the ranks of the tensor-parallel group."""
     return x
@@ -29,7 +25,7 @@ def _infer_gather(shapes: Sequence[Shape | None], attrs: Mapping[str, Any]) -> t
     return (tuple(shape),)
 
 
-@operator("x[..., n] -> y[..., m]", cases=lambda rng: _cases(rng, {"dim": -1}), tolerances=tolerances(), infer=_infer_gather)
+@operator("x[..., n] -> y[..., m]", {"dim": -1}, infer=_infer_gather)
 def all_gather(x: Array, *, dim: int, ranks: int = 1) -> Array:
     """The x of all `ranks` ranks of the tensor-parallel group, in order of rank, one after the other along `dim`."""
     if ranks != 1:
@@ -37,13 +33,13 @@ def all_gather(x: Array, *, dim: int, ranks: int = 1) -> Array:
     return x
 
 
-@operator("x[..., n] -> y[..., n]", cases=lambda rng: _cases(rng, {"rank": 0}), tolerances=tolerances())
+@operator("x[..., n] -> y[..., n]", {"rank": 0})
 def send(x: Array, *, rank: int) -> Array:
     """Sends x to a rank of the pipeline; the result is x itself."""
     return x
 
 
-@operator("like[..., n] -> y[..., n]", cases=lambda rng: _cases(rng, {"rank": 0}), tolerances=tolerances())
+@operator("like[..., n] -> y[..., n]", {"rank": 0})
 def recv(like: Array, *, rank: int) -> Array:
     """What a rank of the pipeline sends, of like's shape. A group of one rank receives `like` itself."""
     return like

@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from trivium.errors import ProgramError
-from trivium.ops.dense import ACTIVATIONS, apply_gate, linear
-from trivium.ops.examples import ROWS, Array, Rng, normal, tolerances
-from trivium.ops.schema import Case, Shape, operator
+from trivium.ops.dense import ACTIVATIONS, CLIPPED, apply_gate, linear
+from trivium.ops.examples import Array, Draw, operator, times
+from trivium.ops.schema import Shape
 
 SCORINGS = ("softmax", "sigmoid", "softmax_topk")
-
-
-def _route_cases(rng: Rng) -> Iterator[Case]:
-    attrs: list[dict[str, Any]] = [
-        {"top_k": 2}, {"top_k": 3, "normalize": False, "scale": 2.5}, {"top_k": 4, "scoring": "softmax_topk"},
-        {"top_k": 3, "scoring": "sigmoid", "groups": 4, "top_groups": 2}, {"top_k": 2, "groups": 4, "top_groups": 3}, {"top_k": 1},
-    ]  # fmt: skip
-    for rows in ROWS:
-        yield from (Case((normal(rng, rows, 16), None), a) for a in attrs)
-        yield from (Case((normal(rng, rows, 16), normal(rng, 16) * 0.1), a) for a in attrs)
 
 
 def _infer_route(shapes: Sequence[Shape | None], attrs: Mapping[str, Any]) -> tuple[Shape, ...]:
@@ -50,9 +40,16 @@ def _in_best_groups(choice: Array, scoring: str, groups: int, top_groups: int) -
     return np.asarray(np.where(kept[..., None], grouped, -np.inf).reshape(choice.shape))
 
 
+_ROUTES: Sequence[Mapping[str, Any]] = (
+    {"top_k": 2}, {"top_k": 3, "normalize": False, "scale": 2.5}, {"top_k": 4, "scoring": "softmax_topk"},
+    {"top_k": 3, "scoring": "sigmoid", "groups": 4, "top_groups": 2}, {"top_k": 2, "groups": 4, "top_groups": 3}, {"top_k": 1},
+)  # fmt: skip
+
+
 @operator(
-    "logits[tokens, experts], bias[experts]:weight? -> weights[tokens, top_k], ids[tokens, top_k]:int32", cases=_route_cases,
-    tolerances=tolerances(), infer=_infer_route,
+    "logits[tokens, experts], bias[experts]:weight? -> weights[tokens, top_k], ids[tokens, top_k]:int32",
+    *({**route, "bias": bias} for route in _ROUTES for bias in (None, times(0.1))),
+    sizes={"experts": (16,) * 6}, infer=_infer_route,
 )  # fmt: skip
 def moe_route(
     logits: Array, bias: Array | None = None, *, top_k: int, scoring: str = "softmax", normalize: bool = True, scale: float = 1.0,
@@ -78,26 +75,17 @@ def moe_route(
     return weights * np.float32(scale), ids.astype(np.int32)
 
 
-def _experts_cases(rng: Rng) -> Iterator[Case]:
-    gpt_oss = {"limit": 1.5, "alpha": 1.702, "up_offset": 1.0}
-    for rows, (experts, top_k, hidden, inter) in zip(
-        ROWS, ((4, 1, 8, 12), (4, 2, 16, 5), (8, 3, 7, 16), (16, 4, 32, 24), (5, 2, 16, 33))
-    ):
-        ids = np.stack([rng.permutation(experts)[:top_k] for _ in range(rows)]).astype(np.int32)
-        weights = rng.uniform(0, 1, (rows, top_k)).astype(np.float32)
-        matrices = normal(rng, experts, inter, hidden), normal(rng, experts, inter, hidden), normal(rng, experts, hidden, inter)
-        biases = normal(rng, experts, inter), normal(rng, experts, inter), normal(rng, experts, hidden)
-        yield Case((normal(rng, rows, hidden), weights, ids, *matrices, None, None, None))
-        yield Case((normal(rng, rows, hidden), weights, ids, *matrices, *biases), gpt_oss if rows % 2 else {"kind": "gelu_tanh"})
+def _expert_ids(d: Draw) -> list[Array]:
+    return [d.rng.permutation(d.call["experts"])[: d.call["top_k"]] for _ in range(d.call["tokens"])]
 
 
 @operator(
     "x[tokens, hidden], weights[tokens, top_k], ids[tokens, top_k]:int32, gate[experts, inter, hidden]:weight,"
     " up[experts, inter, hidden]:weight, down[experts, hidden, inter]:weight, gate_bias[experts, inter]:weight?,"
     " up_bias[experts, inter]:weight?, down_bias[experts, hidden]:weight? -> y[tokens, hidden]",
-    cases=_experts_cases,
-    tolerances=tolerances(16),
-)
+    {"gate_bias": None, "up_bias": None, "down_bias": None}, CLIPPED, {"kind": "gelu_tanh"},
+    draw={"weights": Draw.uniform, "ids": _expert_ids}, tolerance=16,
+)  # fmt: skip
 def moe_experts(
     x: Array, weights: Array, ids: Array, gate: Array, up: Array, down: Array, gate_bias: Array | None = None,
     up_bias: Array | None = None, down_bias: Array | None = None, *, kind: str = "silu", limit: float | None = None,

@@ -1,14 +1,15 @@
-"""Fused patterns: tracing one to a small graph, finding it in a Program, and running its meaning by the references."""
+"""Fusion: tracing a pattern to a small graph, finding it in a Program, putting one call in its place, and what that call means."""
 
 from __future__ import annotations
 
 import heapq
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from trivium.errors import ProgramError
-from trivium.ops.builder import bind_attrs
+from trivium.ops.builder import Recorder
 from trivium.ops.opset import OPERATORS
 from trivium.ops.program import Call, Pattern, Program, Value
 from trivium.ops.schema import Operator
@@ -37,24 +38,12 @@ class PatternGraph(NamedTuple):
     order: tuple[Call, ...]
 
 
-class _Tracer:
-    """What a pattern's function gets in place of a Builder: it records calls without shapes."""
+class _Tracer(Recorder):
+    """What a pattern's function gets in place of a Builder: its calls have no shapes."""
 
-    def __init__(self) -> None:
-        self.calls: list[Call] = []
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        return lambda *args, **attrs: self.call(name, *args, **attrs)
-
-    def call(self, name: str, *args: Value | None, **attrs: Any) -> Any:
-        op = OPERATORS.get(name)
-        if op is None or len(args) > len(op.signature.args):
-            raise ProgramError(f"a pattern calls {name} with {len(args)} arguments; the operator set has no such operator")
-        bound = args + (None,) * (len(op.signature.args) - len(args))
-        kinds = ["state" if r.is_state else "call" for r in op.signature.results]
-        results = tuple(Value(f"{r.name}{len(self.calls)}", (), r.dtype, k) for r, k in zip(op.signature.results, kinds))
-        self.calls.append(Call(op, bound, bind_attrs(op, attrs), results))
-        return results[0] if len(results) == 1 else results
+    def _results(self, op: Operator, args: Sequence[Value | None], attrs: Mapping[str, Any]) -> tuple[Value, ...]:
+        made = [(f"{r.name}{len(self._calls)}", r) for r in op.signature.results]
+        return tuple(Value(name, (), r.dtype, "state" if r.is_state else "call") for name, r in made)
 
 
 def trace(pattern: Pattern) -> PatternGraph:
@@ -62,15 +51,15 @@ def trace(pattern: Pattern) -> PatternGraph:
     declared = inspect.signature(pattern.fn).parameters
     attrs = [p.name for p in declared.values() if p.kind is inspect.Parameter.KEYWORD_ONLY]
     params = tuple(Value(name, (), "", "param") for name in list(declared)[1:] if name not in attrs)
-    tracer = _Tracer()
+    tracer = _Tracer(OPERATORS)
     returned = pattern.fn(tracer, *params, **{name: Captured(name) for name in attrs})
-    outputs = returned if isinstance(returned, tuple) else (returned,)
-    read = {v for c in tracer.calls for v in c.args}
-    captured = {v.name for c in tracer.calls for v in c.attrs.values() if isinstance(v, Captured)}
+    calls, outputs = tracer.recorded(), returned if isinstance(returned, tuple) else (returned,)
+    read = {v for c in calls for v in c.args}
+    captured = {v.name for c in calls for v in c.attrs.values() if isinstance(v, Captured)}
     unused = [p.name for p in params if p not in read] + [name for name in attrs if name not in captured]
     if unused:
         raise ProgramError(f"pattern {pattern.name}: nothing inside uses {', '.join(unused)}")
-    return PatternGraph(pattern, params, tuple(tracer.calls), outputs, _connected(pattern.name, tracer.calls))
+    return PatternGraph(pattern, params, tuple(calls), outputs, _connected(pattern.name, calls))
 
 
 def _connected(name: str, calls: Sequence[Call]) -> tuple[Call, ...]:
@@ -211,14 +200,44 @@ def is_closed(graph: PatternGraph, program: CallGraph, match: Match, matched: fr
     return not any(v in program.outputs or any(c not in matched for c in program.readers.get(v, ())) for v in inner)
 
 
+def rewrite(program: Program, patterns: Sequence[Pattern], accept: Callable[[Call], bool] = lambda call: True) -> Program:
+    """The Program with every occurrence of the patterns replaced by one call each.
+
+    Larger patterns (more calls) go first, then those given earlier; within a pattern the first occurrence in the Program goes
+    first, made of the calls nearest to each other. `accept` has the last word on a fused call. The same arguments always give the
+    same Program, in valid SSA order.
+    """
+    graph = CallGraph(program)
+    for pattern in sorted(map(trace, patterns), key=lambda g: -len(g.calls)):
+        for anchor in [c for c in graph.calls if c.op is pattern.order[0].op]:
+            if anchor in graph.position:  # an earlier occurrence may have taken it
+                _fuse_at(graph, pattern, anchor, accept)
+    return replace(program, calls=tuple(graph.calls))
+
+
+def _fuse_at(graph: CallGraph, pattern: PatternGraph, anchor: Call, accept: Callable[[Call], bool]) -> None:
+    for match in find(pattern, graph, anchor):
+        matched = frozenset(match.calls.values())
+        if is_closed(pattern, graph, match, matched) and (around := graph.split(matched)) is not None:
+            fused = match.fused(pattern)
+            if accept(fused):
+                graph.replace(matched, fused, *around)
+            return
+
+
 def run_pattern(pattern: Pattern, args: Sequence[Any], attrs: Mapping[str, Any]) -> tuple[Any, ...]:
     """What a fused call means: its pattern run by the references. `args` as for an operator's reference."""
     graph = trace(pattern)
     env: dict[Value, Any] = dict(zip(graph.params, args, strict=True))
-    for call in graph.calls:
-        bound = {k: attrs[v.name] if isinstance(v, Captured) else v for k, v in call.attrs.items()}
-        env.update(zip(call.results, evaluate(call.op, [None if a is None else env[a] for a in call.args], bound), strict=True))
+    _run_calls(graph.calls, env, attrs)
     return tuple(env[v] for v in graph.outputs)
+
+
+def _run_calls(calls: Sequence[Call], env: dict[Value, Any], captured: Mapping[str, Any]) -> None:
+    for call in calls:
+        attrs = {k: captured[v.name] if isinstance(v, Captured) else v for k, v in call.attrs.items()}
+        results = evaluate(call.op, [None if a is None else env[a] for a in call.args], attrs)
+        env.update(zip(call.results, results, strict=True))
 
 
 def evaluate(op: Operator | Pattern, args: Sequence[Any], attrs: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -240,7 +259,5 @@ def interpret(
     env: dict[Value, Any] = {v: inputs[v.name] for v in program.inputs}
     env.update((c.value, constants[c.value.name] if c.array is None else c.array) for c in program.constants)
     env.update((s.value, state) for s, state in zip(program.states, states, strict=True))
-    for call in program.calls:
-        results = evaluate(call.op, [None if a is None else env[a] for a in call.args], call.attrs)
-        env.update(zip(call.results, results, strict=True))
+    _run_calls(program.calls, env, {})
     return {name: env[v] for name, v in program.outputs.items()}

@@ -32,6 +32,11 @@ class Value:
     def __repr__(self) -> str:
         return f"%{self.name}[{', '.join(map(str, self.shape))}]"
 
+    @property
+    def used(self) -> str:
+        """How a printed Program names it where it is read."""
+        return repr(self).replace("%", "@", 1) if self.kind == "constant" else f"{'$' if self.kind == 'state' else '%'}{self.name}"
+
 
 @dataclass(frozen=True, eq=False)
 class Constant:
@@ -64,6 +69,12 @@ class Call:
     @property
     def name(self) -> str:
         return self.op.name
+
+    def __str__(self) -> str:
+        """The right-hand side of a line of a printed Program."""
+        name, defaults = (f"[{self.name}]", {}) if isinstance(self.op, Pattern) else (self.name, self.op.attrs)
+        attrs = [f"{k}={v!r}" for k, v in self.attrs.items() if k not in defaults or defaults[k] != v]
+        return f"{name}({', '.join([*('none' if v is None else v.used for v in self.args), *attrs])})"
 
 
 @dataclass(frozen=True)
@@ -100,9 +111,13 @@ class Program:
         return replace(self, inputs=inputs, constants=constants, calls=tuple(reversed(calls)), outputs=outputs)
 
     def __str__(self) -> str:
-        from trivium.ops.printer import format_program
-
-        return format_program(self)
+        """SSA form: %value, @constant, $state; attributes that differ from their default; fused calls in brackets."""
+        lines = ["inputs " + ", ".join(f"{v!r}: {v.dtype}" for v in self.inputs), f"constants {len(self.constants)}"]
+        lines += [f"state ${s.value.name}: {s.spec}" for s in self.states]
+        for call in self.calls:
+            made = [v.used if v.kind == "state" else repr(v) for v in call.results]
+            lines.append(f"{', '.join(made)} = {call}")
+        return "\n".join([*lines, *(f"output {name} = {value.used}" for name, value in self.outputs.items())])
 
 
 @dataclass(frozen=True)

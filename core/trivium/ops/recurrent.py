@@ -7,8 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from trivium.ops.dense import ACTIVATIONS
-from trivium.ops.examples import STEPS, Array, Rng, normal, recurrent_state, tolerances
-from trivium.ops.schema import Case, operator
+from trivium.ops.examples import Array, Draw, operator
 from trivium.ops.state import RecurrentState
 
 
@@ -20,21 +19,12 @@ def spans(s: RecurrentState, query_starts: Array, context_lens: Array) -> Iterat
             yield begin, end, page, np.zeros_like(s.data[page]) if context == end - begin else s.data[page].copy()
 
 
-def _delta_cases(rng: Rng) -> Iterator[Case]:
-    for step, (heads, dk, dv) in zip(STEPS, ((1, 8, 8), (2, 16, 8), (3, 5, 7), (4, 16, 32), (2, 32, 16), (1, 4, 4))):
-        tokens = int(step.query_starts[-1])
-        q, k, v = normal(rng, tokens, heads, dk), normal(rng, tokens, heads, dk), normal(rng, tokens, heads, dv)
-        g, beta = -rng.uniform(0, 1, (tokens, heads)).astype(np.float32), rng.uniform(0, 1, (tokens, heads)).astype(np.float32)
-        s = recurrent_state(rng, step, (heads, dk, dv))
-        yield Case((q, k / np.float32(dk**0.5), v, g, beta, s, *step), {"scale": dk**-0.5})
-
-
 @operator(
     "q[tokens, heads, dk], k[tokens, heads, dk], v[tokens, heads, dv], g[tokens, heads], beta[tokens, heads], s:Recurrent,"
-    " query_starts[seqs+1]:int32, context_lens[seqs]:int32 -> y[tokens, heads, dv], s:Recurrent",
-    cases=_delta_cases,
-    tolerances=tolerances(10),
-)
+    " query_starts[seqs+1]:int32, context_lens[seqs]:int32 -> y[tokens, heads, dv], s:Recurrent", {"scale": 0.25}, tolerance=10,
+    draw={"k": lambda d: d.normal() / d.shape[-1] ** 0.5, "g": lambda d: -d.uniform(), "beta": Draw.uniform,
+          "s": lambda d: d.recurrent(d.call["heads"], d.call["dk"], d.call["dv"])},
+)  # fmt: skip
 def gated_delta_rule(
     q: Array, k: Array, v: Array, g: Array, beta: Array, s: RecurrentState, query_starts: Array, context_lens: Array,
     *, scale: float,
@@ -55,19 +45,11 @@ def gated_delta_rule(
     return y, s
 
 
-def _conv_cases(rng: Rng) -> Iterator[Case]:
-    for step, (channels, width) in zip(STEPS, ((4, 4), (8, 3), (5, 4), (16, 2), (33, 4), (8, 3))):
-        x, weight = normal(rng, int(step.query_starts[-1]), channels), normal(rng, channels, width)
-        for bias, kind in ((None, None), (normal(rng, channels), "silu")):
-            yield Case((x, weight, bias, recurrent_state(rng, step, (width - 1, channels)), *step), {"kind": kind})
-
-
 @operator(
     "x[tokens, channels], weight[channels, width]:weight, bias[channels]:weight?, s:Recurrent, query_starts[seqs+1]:int32,"
     " context_lens[seqs]:int32 -> y[tokens, channels], s:Recurrent",
-    cases=_conv_cases,
-    tolerances=tolerances(2),
-)
+    {"bias": None}, {"kind": "silu"}, draw={"s": lambda d: d.recurrent(d.call["width"] - 1, d.call["channels"])}, tolerance=2,
+)  # fmt: skip
 def short_conv(
     x: Array, weight: Array, bias: Array | None, s: RecurrentState, query_starts: Array, context_lens: Array,
     *, kind: str | None = None,

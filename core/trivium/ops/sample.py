@@ -10,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from trivium.ops.batch import F32, I32, I64, U64, Sampled, SampleInputs
-from trivium.ops.schema import Case, Tolerance, operator
+from trivium.ops.examples import operator
+from trivium.ops.schema import Case
 
 U32 = npt.NDArray[np.uint32]
 _MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
@@ -258,11 +259,7 @@ def _edits(rng: np.random.Generator, rows: int, vocab: int) -> dict[str, Any]:
             "presence": rng.uniform(-1, 1, rows), "frequency": rng.uniform(-1, 1, rows)}  # fmt: skip
 
 
-@operator(
-    "logits[rows, vocab], inputs:SampleInputs -> sampled:Sampled",
-    cases=_cases,
-    tolerances={dtype: Tolerance(1e-5, 1e-5) for dtype in ("float32", "bfloat16", "float16")},
-)
+@operator("logits[rows, vocab], inputs:SampleInputs -> sampled:Sampled", cases=_cases)
 def sample(logits: F32, inputs: SampleInputs, *, vocab_size: int) -> Sampled:
     """Chooses one token a row. Ids and ranks must equal the reference's; the tolerances are for logprobs.
 

@@ -146,23 +146,6 @@ class Operator:
         return tuple(shape)
 
 
-def operator(
-    signature: str, *, cases: MakeCases, tolerances: Mapping[str, Tolerance], infer: InferResults | None = None,
-) -> Callable[[Callable[..., Any]], Operator]:  # fmt: skip
-    """Makes an Operator of a numpy reference function; its keyword-only parameters are the operator's attributes."""
-
-    def make(fn: Callable[..., Any]) -> Operator:
-        params = inspect.signature(fn).parameters.values()
-        attrs = {p.name: p.default for p in params if p.kind is inspect.Parameter.KEYWORD_ONLY}
-        parsed = parse_signature(signature)
-        names = [p.name for p in params if p.kind is not inspect.Parameter.KEYWORD_ONLY]
-        if names != [a.name for a in parsed.args]:
-            raise ProgramError(f"{fn.__name__}: parameters {names} don't match the signature {signature!r}")
-        return Operator(fn.__name__, parsed, fn, cases, tolerances, attrs, infer)
-
-    return make
-
-
 def collect(*modules: ModuleType) -> Mapping[str, Operator]:
     """All operators defined in `modules`, by name."""
     found = {v.name: v for m in modules for v in vars(m).values() if isinstance(v, Operator)}

@@ -10,7 +10,6 @@ import numpy.typing as npt
 
 from trivium.errors import BackendError, UnsupportedError
 from trivium.ops import OPERATORS, Batch, Call, KVSpec, Program, Sampled, Value
-from trivium.ops.printer import format_call
 from trivium.plugin.contract import Executable, Kernel, Session, Step, Tensor
 from trivium.plugin.host import announce_fallbacks, run_on_host
 from trivium.plugin.select import Choice, kernel_name, select_kernels
@@ -65,7 +64,7 @@ class EagerExecutable(Executable):
             try:
                 self._run_call(choice, env, batch)
             except Exception as e:
-                where = f"{kernel_name(choice.kernel) if choice.kernel else 'the host'} in {format_call(choice.call)}"
+                where = f"{kernel_name(choice.kernel) if choice.kernel else 'the host'} in {choice.call}"
                 raise BackendError(f"backend {self._backend!r}: {where} failed: {type(e).__name__}: {e}") from e
             for value in self._last_use.get(i, ()):
                 del env[value]
