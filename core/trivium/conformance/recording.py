@@ -20,7 +20,8 @@ from trivium.engine.executor import Model
 from trivium.engine.loader import Loaded, LoadOptions, load, plan
 from trivium.errors import CheckpointError, InvalidRequestError, TriviumError, UnsupportedError
 from trivium.ops import OPERATORS, OPSET, Batch, Builder, KVSpec, LatentKV, PagedKV, Program, Recurrent, Sampled, SampleInputs
-from trivium.plugin.contract import Executable, Pages, Session, Step
+from trivium.ops.state import Pages
+from trivium.plugin.contract import Executable, Session, Step
 
 FORMAT = 1
 _STATES: Mapping[str, Any] = {"PagedKV": PagedKV, "LatentKV": LatentKV, "Recurrent": Recurrent}

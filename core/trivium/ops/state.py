@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -114,3 +115,13 @@ class RecurrentState:
 
     data: npt.NDArray[np.float32]
     table: npt.NDArray[np.int32]
+
+
+def state_of(
+    spec: StateSpec, arrays: Sequence[npt.NDArray[np.float32]], table: npt.NDArray[np.int32], slots: npt.NDArray[np.int64]
+) -> PagedState | RecurrentState:
+    """The reference's form of a state: `arrays` have the neutral shapes of spec.page_shapes; nothing is copied."""
+    if isinstance(spec, Recurrent):
+        return RecurrentState(arrays[0], table[:, 0])
+    k, v = (a[:, :, None] for a in arrays) if isinstance(spec, LatentKV) else arrays
+    return PagedState(k, v, table, slots)

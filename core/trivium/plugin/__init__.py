@@ -5,8 +5,9 @@ Everything named here is stable within a plugin API version; everything else in 
 
 from __future__ import annotations
 
+from trivium.ops import Pages
 from trivium.plugin.contract import (
-    API_VERSION, Backend, Capabilities, Device, Executable, Kernel, Memory, Pages, Probe, Session, Step, Tensor, WeightFormat,
+    API_VERSION, Backend, Capabilities, Device, Executable, Kernel, Memory, Probe, Session, Step, Tensor, WeightFormat,
 )  # fmt: skip
 from trivium.plugin.eager import EagerExecutable
 from trivium.plugin.hooks import hookimpl, hookspec

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trivium.errors import UnsupportedError
-from trivium.ops import Batch, Call, KVSpec, Operator, Pages, Pattern, Program, Sampled, Weight
+from trivium.ops import Batch, Call, KVSpec, Pages, Pattern, Program, Sampled, Weight
 
 API_VERSION = 2
 """The version of this file. The host accepts plugins written for API_VERSION and, with a DeprecationWarning, API_VERSION - 1.
@@ -246,9 +246,3 @@ class Backend(ABC):
         """Opens a device. `options`: "dtype" (activations), "max_batched_tokens", "max_seqs", "max_model_len", "strict" (refuse
         operators without a kernel), "graph_sizes" (only with graph_capture), and what the user passed for this backend; an unknown
         one is an InvalidRequestError."""
-
-
-__all__ = [
-    "API_VERSION", "Backend", "Capabilities", "Device", "Executable", "Kernel", "Memory", "Operator", "Pages", "Probe", "Session",
-    "Step", "Tensor", "WeightFormat",
-]  # fmt: skip

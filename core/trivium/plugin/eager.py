@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trivium.errors import BackendError, UnsupportedError
-from trivium.ops import OPERATORS, Batch, Call, KVSpec, Program, Sampled, Value
+from trivium.ops import OPERATORS, Batch, KVSpec, Program, Sampled, Value
 from trivium.plugin.contract import Executable, Kernel, Session, Step, Tensor
 from trivium.plugin.host import announce_fallbacks, run_on_host
 from trivium.plugin.select import Choice, kernel_name, select_kernels
@@ -82,7 +82,7 @@ class EagerExecutable(Executable):
             got = choice.kernel.run(self._session, args, call.attrs)
             results = list(got) if isinstance(got, tuple) else [got]
         for value, result in zip(call.results, results, strict=True):
-            env[value] = env[_state_argument(call, value, self._state_of)] if value.kind == "state" else result
+            env[value] = env[self._program.states[self._state_of[value]].value] if value.kind == "state" else result
 
     def _draw(self, logits: Tensor, batch: Batch) -> Sampled:
         attrs = {"vocab_size": self._program.vocab_size}
@@ -105,18 +105,11 @@ def _state_indices(program: Program) -> dict[Value | None, int]:
     return index
 
 
-def _state_argument(call: Call, result: Value, state_of: Mapping[Value | None, int]) -> Value:
-    return next(v for v in call.args if v is not None and v.kind == "state" and state_of[v] == state_of[result])
-
-
 def _last_uses(program: Program) -> dict[int, list[Value]]:
     """For each call the values that nobody reads after it, so that their memory can go."""
-    last: dict[Value, int] = {}
-    for i, call in enumerate(program.calls):
-        last.update((v, i) for v in (*call.args, *call.results) if v is not None and v.kind == "call")
-    kept = set(program.outputs.values())
+    touched = ((i, v) for i, call in enumerate(program.calls) for v in (*call.args, *call.results) if v is not None)
+    last = {v: i for i, v in touched if v.kind == "call"}
     gone: dict[int, list[Value]] = {}
-    for value, i in last.items():
-        if value not in kept:
-            gone.setdefault(i, []).append(value)
+    for value in last.keys() - set(program.outputs.values()):
+        gone.setdefault(last[value], []).append(value)
     return gone

@@ -10,8 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from trivium.errors import UnsupportedError
-from trivium.ops import Batch, Call, KVSpec, LatentKV, Operator, PagedState, Recurrent, RecurrentState
-from trivium.plugin.contract import Pages, Session
+from trivium.ops import Batch, Call, KVSpec, Operator, PagedState, Pages, RecurrentState
+from trivium.ops.state import state_of
+from trivium.plugin.contract import Session
 
 
 class HostFallbackWarning(RuntimeWarning):
@@ -31,7 +32,6 @@ class HostState(NamedTuple):
     """A state's pages of one step on the host, with tables that count within them, and what is needed to write them back."""
 
     group: int
-    slot: int
     ids: npt.NDArray[np.int64]
     pages: Pages
     state: PagedState | RecurrentState
@@ -46,20 +46,9 @@ def fetch_state(session: Session, spec: KVSpec, index: int, batch: Batch) -> Hos
     pages = session.export_pages(group, ids.tolist())
     pages = pages._replace(tensors=tuple(tuple(np.array(t, np.float32) for t in layer) for layer in pages.tensors))
     local = np.where(table >= 0, np.searchsorted(ids, table), -1).astype(np.int32)
-    kind = spec.groups[group].spec
-    if isinstance(kind, Recurrent):
-        return HostState(group, slot, ids, pages, RecurrentState(pages.tensors[slot][0], local[:, 0]))
-    k, v = pages.tensors[slot]
-    if isinstance(kind, LatentKV):
-        k, v = k[:, :, None], v[:, :, None]
     page, offset = np.divmod(slots, spec.page_size)
     local_slots = np.where(slots >= 0, np.searchsorted(ids, page) * spec.page_size + offset, -1)
-    return HostState(group, slot, ids, pages, PagedState(k, v, local, local_slots))
-
-
-def store_state(session: Session, fetched: HostState) -> None:
-    """Writes the (changed) pages back; the arrays of `fetched.pages` are the ones the reference wrote into."""
-    session.import_pages(fetched.group, fetched.ids.tolist(), fetched.pages)
+    return HostState(group, ids, pages, state_of(spec.groups[group].spec, pages.tensors[slot], local, local_slots))
 
 
 def run_on_host(session: Session, spec: KVSpec, call: Call, args: Sequence[Any], batch: Batch, state: int = -1) -> list[Any]:
@@ -72,7 +61,7 @@ def run_on_host(session: Session, spec: KVSpec, call: Call, args: Sequence[Any],
     host = [_to_host(session, call, i, a, fetched) for i, a in enumerate(args)]
     results = call.op(*host, **call.attrs)
     if fetched is not None and any(r.is_state for r in call.op.signature.results):
-        store_state(session, fetched)
+        session.import_pages(fetched.group, fetched.ids.tolist(), fetched.pages)  # whose arrays the reference wrote into
     results = results if isinstance(results, tuple) else (results,)
     return [None if r.is_state else x for r, x in zip(call.op.signature.results, results, strict=True)]
 

@@ -11,11 +11,10 @@ import numpy as np
 import numpy.typing as npt
 
 from trivium.errors import CapacityError, InvalidRequestError
-from trivium.ops import (
-    OPERATORS, Batch, Group, KVSpec, LatentKV, PagedKV, PagedState, Program, Recurrent, RecurrentState, StateSpec, Weight,
-)  # fmt: skip
+from trivium.ops import OPERATORS, Batch, Group, KVSpec, PagedKV, PagedState, Pages, Program, RecurrentState, StateSpec, Weight
+from trivium.ops.state import state_of
 from trivium.plugin.contract import (
-    API_VERSION, Backend, Capabilities, Device, Executable, Kernel, Memory, Pages, Probe, Session, Tensor, WeightFormat,
+    API_VERSION, Backend, Capabilities, Device, Executable, Kernel, Memory, Probe, Session, Tensor, WeightFormat,
 )  # fmt: skip
 from trivium.plugin.eager import EagerExecutable
 from trivium.plugin.hooks import hookimpl
@@ -59,16 +58,12 @@ class ReferenceSession(Session):
         if need > total_memory():
             raise CapacityError(f"{pages} pages of {self.page_bytes(spec)} bytes need {need} bytes; there are {total_memory()}")
         self._spec = spec
-        for group in spec.groups:
-            for slot in range(len(group.states)):
-                key = (slot, _geometry(group.spec))
-                if key not in self._pool:
-                    shapes = group.spec.page_shapes(spec.page_size)
-                    self._pool[key] = tuple(np.zeros((pages, *shape), np.float32) for shape in shapes)
+        for slot, state in _places(spec):
+            shapes = state.page_shapes(spec.page_size)
+            self._pool[slot, state] = tuple(np.zeros((pages, *shape), np.float32) for shape in shapes)
 
     def page_bytes(self, spec: KVSpec) -> int:
-        slots = {(i, _geometry(group.spec)) for group in spec.groups for i in range(len(group.states))}
-        return sum(4 * math.prod(shape) for _, state in slots for shape in state.page_shapes(spec.page_size))
+        return sum(4 * math.prod(shape) for _, state in _places(spec) for shape in state.page_shapes(spec.page_size))
 
     def memory(self) -> Memory:
         kv = sum(a.nbytes for arrays in self._pool.values() for a in arrays)
@@ -80,32 +75,25 @@ class ReferenceSession(Session):
     def step_state(self, state: int, batch: Batch) -> PagedState | RecurrentState:
         group, slot = self._spec.group_of(state)
         which, table = self._spec.groups[group], batch.block_tables[group]
-        arrays = self._arrays(which, slot)
-        if isinstance(which.spec, Recurrent):
-            return RecurrentState(arrays[0], table[:, 0])
-        k, v = (a[:, :, None] for a in arrays) if isinstance(which.spec, LatentKV) else arrays
-        return PagedState(k, v, table, batch.slot_mapping[group])
+        return state_of(which.spec, self._arrays(which, slot), table, batch.slot_mapping[group])
 
     def _arrays(self, group: Group, slot: int) -> tuple[F32, ...]:
         return self._pool[slot, _geometry(group.spec)]
 
     def export_pages(self, group: int, ids: Sequence[int]) -> Pages:
         which = self._spec.groups[group]
-        index = np.asarray(ids, np.int64)
-        tensors = tuple(tuple(a[index] for a in self._arrays(which, s)) for s in range(len(which.states)))
+        tensors = tuple(tuple(a[list(ids)] for a in self._arrays(which, s)) for s in range(len(which.states)))
         return Pages(which, self._spec.page_size, self._spec.dtype, tensors)
 
     def import_pages(self, group: int, ids: Sequence[int], pages: Pages) -> None:
-        which = self._spec.groups[group]
-        index = np.asarray(ids, np.int64)
         for slot, tensors in enumerate(pages.tensors):
-            for mine, theirs in zip(self._arrays(which, slot), tensors, strict=True):
-                mine[index] = theirs
+            for mine, theirs in zip(self._arrays(self._spec.groups[group], slot), tensors, strict=True):
+                mine[list(ids)] = theirs
 
     def copy_pages(self, src: Sequence[int], dst: Sequence[int]) -> None:
         for arrays in self._pool.values():
             for a in arrays:
-                a[np.asarray(dst, np.int64)] = a[np.asarray(src, np.int64)]
+                a[list(dst)] = a[list(src)]
 
     def close(self) -> None:
         self._pool.clear()
@@ -142,6 +130,10 @@ class ReferenceBackend(Backend):
 
 def _runner(name: str) -> Any:
     return lambda session, args, attrs: OPERATORS[name](*args, **attrs)
+
+
+def _places(spec: KVSpec) -> set[tuple[int, StateSpec]]:
+    return {(slot, _geometry(group.spec)) for group in spec.groups for slot in range(len(group.states))}
 
 
 def _geometry(spec: StateSpec) -> StateSpec:
