@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from trivium.errors import CheckpointError, UnsupportedError
-from trivium.models import gemma2, gemma3, llama, phi3, qwen2, qwen3
+from trivium.models import gemma2, gemma3, llama
 from trivium.models.config import ModelInfo, RawConfig, flatten, read_info
 from trivium.ops import Program
 
@@ -22,11 +22,13 @@ class Family(NamedTuple):
 
 
 ARCHITECTURES: Mapping[str, Family] = {
-    "LlamaForCausalLM": Family(llama.build_llama, llama.DEFAULTS),
+    "LlamaForCausalLM": Family(llama.build_llama, llama.LLAMA_DEFAULTS),
     "MistralForCausalLM": Family(llama.build_mistral, llama.MISTRAL_DEFAULTS),
-    "Qwen2ForCausalLM": Family(qwen2.build, qwen2.DEFAULTS), "Qwen3ForCausalLM": Family(qwen3.build, qwen3.DEFAULTS),
+    "Qwen2ForCausalLM": Family(llama.build_qwen2, llama.QWEN2_DEFAULTS),
+    "Qwen3ForCausalLM": Family(llama.build_qwen3, llama.QWEN3_DEFAULTS),
     "Gemma2ForCausalLM": Family(gemma2.build, gemma2.DEFAULTS), "Gemma3ForCausalLM": Family(gemma3.build, gemma3.DEFAULTS),
-    "Gemma3ForConditionalGeneration": Family(gemma3.build, gemma3.DEFAULTS), "Phi3ForCausalLM": Family(phi3.build, phi3.DEFAULTS),
+    "Gemma3ForConditionalGeneration": Family(gemma3.build, gemma3.DEFAULTS),
+    "Phi3ForCausalLM": Family(llama.build_phi3, llama.PHI3_DEFAULTS),
 }  # fmt: skip
 
 

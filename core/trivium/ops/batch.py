@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -20,6 +20,14 @@ def id_mask(ids: Collection[int], vocab_size: int) -> npt.NDArray[np.uint32]:
     bits = np.zeros(-(-vocab_size // 32) * 32, np.uint8)
     bits[list(ids)] = 1
     return np.packbits(bits, bitorder="little").view("<u4").astype(np.uint32)
+
+
+COLUMNS: Mapping[str, str] = {
+    "temperature": "f4", "top_k": "i4", "top_p": "f4", "min_p": "f4", "typical_p": "f4", "top_n_sigma": "f4",
+    "xtc_probability": "f4", "xtc_threshold": "f4", "seed": "u8", "position": "i8", "repetition": "f4", "presence": "f4",
+    "frequency": "f4", "score_ids": "i4",
+}  # fmt: skip
+"""What SampleInputs holds one number a row of, and as what."""
 
 
 @dataclass(frozen=True, slots=True)

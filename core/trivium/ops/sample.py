@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from trivium.ops.batch import F32, I32, I64, U64, Sampled, SampleInputs
+from trivium.ops.batch import COLUMNS, F32, I32, I64, U64, Sampled, SampleInputs
 from trivium.ops.examples import operator
 from trivium.ops.schema import Case
 
@@ -91,13 +91,10 @@ def derive_seed(seed: int, index: int) -> int:
 
 def plain_inputs(rows: int, **fields: Any) -> SampleInputs:
     """SampleInputs of `rows` greedy rows without penalties, biases or logprobs; `fields` replaces some (scalars are repeated)."""
-    types = {"temperature": "f4", "top_p": "f4", "min_p": "f4", "typical_p": "f4", "top_n_sigma": "f4", "xtc_probability": "f4",
-             "xtc_threshold": "f4", "top_k": "i4", "seed": "u8", "position": "i8", "repetition": "f4", "presence": "f4",
-             "frequency": "f4", "score_ids": "i4"}  # fmt: skip
     neutral = {"top_p": 1.0, "typical_p": 1.0, "repetition": 1.0, "score_ids": -1}
     made: dict[str, Any] = {
         name: np.array(np.broadcast_to(np.asarray(fields.pop(name, neutral.get(name, 0)), dtype), rows))
-        for name, dtype in types.items()
+        for name, dtype in COLUMNS.items()
     }
     made |= {name: np.zeros(0, np.int32) for name in ("seen_ids", "seen_counts", "bias_ids")}
     made |= {name: np.zeros(rows + 1, np.int32) for name in ("seen_starts", "bias_starts")}

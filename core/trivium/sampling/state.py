@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from trivium.errors import InvalidRequestError
 from trivium.ops import SampleInputs
-from trivium.ops.batch import I32, id_mask
+from trivium.ops.batch import COLUMNS, I32, id_mask
 from trivium.ops.sample import derive_seed
 from trivium.sampling.dry import Dry
 from trivium.sampling.params import SamplingParams
@@ -24,11 +24,7 @@ Row = tuple["SamplerState", int, int]
 Pairs = tuple[I32, npt.NDArray[Any]]
 Mask = npt.NDArray[np.uint32]
 Processor = Callable[[Sequence[int], Sequence[int]], Pairs | None]
-_ROW = np.dtype([
-    ("temperature", "f4"), ("top_k", "i4"), ("top_p", "f4"), ("min_p", "f4"), ("typical_p", "f4"), ("top_n_sigma", "f4"),
-    ("xtc_probability", "f4"), ("xtc_threshold", "f4"), ("seed", "u8"),
-    ("repetition", "f4"), ("presence", "f4"), ("frequency", "f4"),
-])  # fmt: skip
+_ROW = np.dtype([(name, kind) for name, kind in COLUMNS.items() if name not in ("position", "score_ids")])
 
 
 def fresh_seed() -> int:
