@@ -8,7 +8,8 @@ import pytest
 from async_device import async_model
 from engine_runs import engine_of, greedy, run_all
 from fake_model import Clock, continuation
-from trivium.engine import EngineConfig
+from fake_session import moving_model
+from trivium.engine import EngineConfig, RequestState
 from trivium.errors import DeadlineError, InvalidRequestError, OverloadedError
 from trivium.ops import Batch
 
@@ -108,7 +109,22 @@ def test_a_request_ends_with_what_it_has_when_its_time_is_over(asynchronous: boo
     assert done[other].outputs[0].token_ids == continuation([6], 12, (None,)) and done[other].error is None
 
 
-@pytest.mark.parametrize("timeout", [0, -1.0, "3", float("nan")])
+def test_a_deadline_moves_with_the_request() -> None:
+    home, away = Clock(), Clock()
+    source, target = (engine_of(model=moving_model(), clock=clock) for clock in (home, away))
+    number, away.now = source.add_request([5], greedy(50), timeout=4.0), 900.0
+    source.step()
+    home.now = 3.0
+    number = target.import_request(RequestState.from_bytes(source.export_request(number, pages=False).to_bytes()))
+    target.step()
+    away.now = 901.5
+    ended = run_all(target)[number]
+    assert isinstance(ended.error, DeadlineError) and ended.outputs[0].token_ids == continuation([5], 2, (None,))
+    home.now = 9.0
+    assert not source.has_unfinished()
+
+
+@pytest.mark.parametrize("timeout", [0, -1.0, "3", float("nan"), float("inf"), True])
 def test_a_timeout_is_a_positive_number(timeout: Any) -> None:
     engine = engine_of()
     with pytest.raises(InvalidRequestError, match="timeout must be a number of seconds above 0"):

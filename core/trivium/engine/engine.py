@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import heapq
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -97,7 +98,7 @@ class Engine:
         prompt, earlier ones have none. adapter: the name of a loaded one, which the request keeps to its end. timeout: seconds from
         now until it is ended with DeadlineError, keeping what it has. patient: the limits on what waits don't hold. Raises
         InvalidRequestError, ContextLengthError, CapacityError, UnsupportedError or OverloadedError; then nothing has changed."""
-        if timeout is not None and not (isinstance(timeout, int | float) and timeout > 0):
+        if timeout is not None and not (isinstance(timeout, int | float) and timeout is not True and 0 < timeout < math.inf):
             raise InvalidRequestError(f"timeout must be a number of seconds above 0, or None, not {timeout!r}", param="timeout")
         if stream and params is not None and params.beam_width:
             raise InvalidRequestError("a beam search has nothing to stream: its outputs are chosen at the end", param="stream")
@@ -111,8 +112,7 @@ class Engine:
         if reader is not None:
             request.read_with(reader)
         self.stats.prompt_tokens += len(request.prompt_ids)
-        if timeout is not None:
-            heapq.heappush(self._deadlines, (request.clock.arrival + timeout, request.id))
+        request.clock.deadline = None if timeout is None else request.clock.arrival + timeout
         return self._take(request)
 
     def export_request(self, request_id: int, *, copy: bool = False, pages: bool = True) -> RequestState:
@@ -144,6 +144,8 @@ class Engine:
     def _take(self, request: Request) -> int:
         self._count = request.id
         self._requests[request.id] = request
+        if request.clock.deadline is not None:
+            heapq.heappush(self._deadlines, (request.clock.deadline, request.id))
         self._completions.update((c.seq, c) for c in request.completions if c.finish_reason is None)
         for seq in [c.seq for c in request.completions[: request.started] if c.finish_reason is None]:
             self.scheduler.add(seq)

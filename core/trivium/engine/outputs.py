@@ -132,6 +132,7 @@ class Clock:
     """The life of a request in seconds of the engine's clock; n outputs share one."""
 
     arrival: float
+    deadline: float | None = None
     first_scheduled: float | None = None
     prefill_done: float | None = None
     first_token: float | None = None
