@@ -85,12 +85,19 @@ def test_async_engines_hand_over_between_steps(folder: Path) -> None:
         options: dict[str, Any] = {"progress": False, "num_kv_blocks": 100}
         async with AsyncLLM(folder, "cpu", **options) as first, AsyncLLM(folder, "cpu", **options) as second:
             whole = (await first.generate([PREFIX], GREEDY))[0].outputs[0].token_ids
-            number = await first.async_engine.call(lambda engine: engine.add_request(PREFIX, GREEDY))
-            state = await first.async_engine.call(lambda engine: engine.export_request(number))
+            state = await first.async_engine.call(_begun)
             return whole, await second.async_engine.call(lambda engine: _continued(engine, state))
 
     whole, found = asyncio.run(move())
     assert found == whole[: len(found)]
+
+
+def _begun(engine: Any) -> Any:
+    """A request taken out behind its first steps, before another one can end it."""
+    number = engine.add_request(PREFIX, GREEDY)
+    for _ in range(3):
+        engine.step()
+    return engine.export_request(number)
 
 
 def _continued(engine: Any, state: Any) -> list[int]:

@@ -138,7 +138,11 @@ def test_ctrl_c_while_loading_is_code_130_without_a_traceback(folder, monkeypatc
     import trivium.api
 
     monkeypatch.setattr(trivium.api, "load", lambda *_, **__: signal.raise_signal(signal.SIGINT))
-    assert main(["run", str(folder), "hi", "--backend", "reference"]) == 130
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
+    try:
+        assert main(["run", str(folder), "hi", "--backend", "reference"]) == 130
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert "Traceback" not in capsys.readouterr().err
 
 

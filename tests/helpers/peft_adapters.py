@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tiny_checkpoints import make_checkpoint, make_weights, tiny_config, write_safetensors
+from tiny_checkpoints import make_checkpoint, make_weights, read_safetensors, tiny_config, write_safetensors
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 EVERY = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
@@ -52,9 +52,7 @@ def make_adapter(folder: Path, family: str, modules: Any = EVERY, rank: int = 4,
 
 def make_merged(folder: Path, family: str, adapter: Path, scale: float) -> Path:
     """The tiny model with weights W + scale * B A."""
-    from safetensors.numpy import load_file
-
-    weights, tensors = make_weights(tiny_config(family)), load_file(adapter / "adapter_model.safetensors")
+    weights, tensors = make_weights(tiny_config(family)), read_safetensors(adapter / "adapter_model.safetensors")
     make_checkpoint(folder, family)
     for name in tensors:
         if name.endswith("lora_A.weight"):

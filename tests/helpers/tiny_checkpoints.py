@@ -89,6 +89,15 @@ def write_safetensors(path: Path, tensors: dict[str, np.ndarray], metadata: dict
         file.writelines(np.ascontiguousarray(t, "<f4").tobytes() for t in tensors.values())
 
 
+def read_safetensors(path: Path) -> dict[str, np.ndarray]:
+    """What write_safetensors() wrote."""
+    data = path.read_bytes()
+    (size,) = struct.unpack_from("<Q", data)
+    header, body = json.loads(data[8 : 8 + size]), data[8 + size :]
+    entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+    return {name: np.frombuffer(body[slice(*e["data_offsets"])], "<f4").reshape(e["shape"]) for name, e in entries.items()}
+
+
 def byte_tokenizer() -> dict[str, Any]:
     """tokenizer.json of a byte-level BPE without merges: ids 0..255 are the bytes in the order of their code points' stand-ins,
     256 <s>, 257 </s>, 258 <pad>."""
