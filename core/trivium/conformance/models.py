@@ -14,12 +14,12 @@ from trivium.conformance.lab import Lab, as_weight
 from trivium.conformance.numbers import expect_relative
 from trivium.conformance.report import Check, Mismatch, Verdict
 from trivium.conformance.zoo import CONFIGS, random_constants
-from trivium.engine import Engine, EngineConfig, RequestOutput
+from trivium.engine import Engine, EngineConfig, Model, RequestOutput
 from trivium.kv import Layout, plan_groups
 from trivium.models import build
-from trivium.ops import KVSpec, PagedState, Program, rewrite
+from trivium.ops import PagedState, Program, rewrite
 from trivium.ops.examples import STEPS, Sequences
-from trivium.plugin import Backend, Capabilities, Executable, Session, resolve
+from trivium.plugin import Session, resolve
 from trivium.plugin.select import accepts, patterns
 from trivium.sampling import BACKEND_PARAMS, SamplingParams
 
@@ -79,28 +79,6 @@ def whole_model(program: Program, step: Sequences, page_size: int) -> Example:
     paged = [repage(s, *step, page_size) if isinstance(s, PagedState) else s for s in states]
     constants = random_constants(program, rng)
     return Example(program, (program.outputs["logits"],), inputs, constants, tuple(paged))
-
-
-@dataclass(frozen=True)
-class _Model:
-    """A tiny model as the engine wants it."""
-
-    backend: Backend
-    capabilities: Capabilities
-    session: Session
-    executable: Executable
-    kv_spec: KVSpec
-    num_pages: int
-    vocab_size: int
-    max_model_len: int = MAX_LEN
-    eos_ids: frozenset[int] = frozenset()
-    fingerprint: str = "tiny"
-    hidden_size: int = 0
-    lora: None = None
-
-    @property
-    def layout(self) -> Layout:
-        return Layout(self.fingerprint, self.backend.name, self.kv_spec)
 
 
 class _Numbers:
@@ -206,7 +184,7 @@ class Generations:
                 preemptions.append(engine.stats.preemptions)
             return made
 
-    def _open(self, session: Session, page_size: int, share: float, kv_dtype: str) -> _Model:
+    def _open(self, session: Session, page_size: int, share: float, kv_dtype: str) -> Model:
         lab = self.lab
         program = build(CONFIGS[self.name], max_model_len=MAX_LEN)
         constants = random_constants(program, np.random.default_rng(SEED))
@@ -217,7 +195,10 @@ class Generations:
         pages = len(spec.groups) * max(int(sum(lengths) * share), max(lengths) + 1)
         session.kv_store(spec, pages)
         executable = session.compile(fuse(lab, program), weights)
-        return _Model(lab.backend, lab.capabilities, session, executable, spec, pages, program.vocab_size)
+        return Model(
+            lab.backend, lab.capabilities, session, executable, spec, pages, program.vocab_size, MAX_LEN, frozenset(), "tiny",
+            None, 0, Layout("tiny", lab.backend.name, spec),
+        )  # fmt: skip
 
 
 def _generate(engine: Engine, some: Sequence[Request]) -> Tokens:

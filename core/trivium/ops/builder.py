@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from trivium.ops.schema import REQUIRED, Arg, Operator, Shape
 from trivium.ops.state import StateSpec
 
 
-class Recorder:
+class Recorder(ABC):
     """Records calls: `b.rms_norm(x, w, eps=1e-6)` appends one and returns its result (a tuple where there are several).
 
     Any operator of the set is a method; a missing optional argument may be left out or None.
@@ -54,9 +55,9 @@ class Recorder:
                 raise ProgramError(f"{op.name}: {arg.name} {'must' if arg.is_state else 'must not'} be a state")
         return bound
 
+    @abstractmethod
     def _results(self, op: Operator, args: Sequence[Value | None], attrs: Mapping[str, Any]) -> tuple[Value, ...]:
         """New values for the results of a call."""
-        raise NotImplementedError
 
 
 class Builder(Recorder):
