@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from typing import Any
 
     from trivium import errors
-    from trivium.api import LLM, AsyncLLM
+    from trivium.api import LLM
+    from trivium.async_api import AsyncLLM
     from trivium.engine import CompletionOutput, Metrics, PoolingParams, RequestOutput
     from trivium.sampling import SamplingParams, StructuredOutputs
     from trivium.text import ToolCall
@@ -22,9 +23,9 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "LLM": "trivium.api", "AsyncLLM": "trivium.api", "SamplingParams": "trivium.sampling", "StructuredOutputs": "trivium.sampling",
-    "RequestOutput": "trivium.engine", "CompletionOutput": "trivium.engine", "Metrics": "trivium.engine",
-    "PoolingParams": "trivium.engine", "ToolCall": "trivium.text", "errors": "trivium.errors",
+    "LLM": "trivium.api", "AsyncLLM": "trivium.async_api", "SamplingParams": "trivium.sampling", "ToolCall": "trivium.text",
+    "StructuredOutputs": "trivium.sampling", "RequestOutput": "trivium.engine", "CompletionOutput": "trivium.engine",
+    "Metrics": "trivium.engine", "PoolingParams": "trivium.engine", "errors": "trivium.errors",
 }  # fmt: skip
 __all__ = [
     "LLM", "AsyncLLM", "CompletionOutput", "Metrics", "PoolingParams", "RequestOutput", "SamplingParams", "StructuredOutputs",

@@ -1,20 +1,19 @@
-"""LLM and AsyncLLM: a loaded model that answers prompts and chats."""
+"""LLM: a loaded model that answers prompts and chats; and what it shares with AsyncLLM."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypedDict, Unpack, cast
 
-from trivium.engine import AsyncEngine, Engine, EngineConfig, PoolingParams, RequestOutput, Stats
+from trivium.engine import Engine, EngineConfig, PoolingParams, RequestOutput
 from trivium.engine.adapters import enabled
 from trivium.engine.loader import LoadOptions, load
 from trivium.engine.pooling import likelihood
@@ -35,7 +34,7 @@ Params = SamplingParams | Sequence[SamplingParams] | None
 """For all prompts, one for each, or None: the model's own (see default_params)."""
 
 
-class _Request(NamedTuple):
+class Request(NamedTuple):
     """What the engine gets; `options`: those of Engine.add_request."""
 
     ids: list[int]
@@ -62,7 +61,7 @@ ToolChoice = str | Mapping[str, Any] | None
 """See ToolUse.of."""
 
 
-class _Opened(ABC):
+class Opened(ABC):
     """What LLM and AsyncLLM share: loading, tokens of prompts and chats, default parameters, the end."""
 
     def __init__(
@@ -165,29 +164,29 @@ class _Opened(ABC):
     def _request(
         self, prompt: Prompt | Sequence[Message], params: SamplingParams | None, tools: Tools, choice: ToolChoice,
         more: Mapping[str, Any],
-    ) -> _Request:  # fmt: skip
+    ) -> Request:  # fmt: skip
         _check_prompt(prompt)
         if not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], Mapping):
             return self._chats(cast(Sequence[Message], prompt), params, tools, choice, more)[0]
         if tools or choice is not None or more.keys() - Options.__annotations__:
             raise InvalidRequestError("tools, tool_choice and template arguments belong to a chat, not to a plain prompt")
-        return _with(self._paired([self.encode(cast(Prompt, prompt))], params), more)[0]
+        return with_options(self._paired([self.encode(cast(Prompt, prompt))], params), more)[0]
 
-    def _prompts(self, prompts: Prompts, params: Params, options: Options) -> list[_Request]:
-        return _with(self._paired(self._encoded(prompts), params), options)
+    def _prompts(self, prompts: Prompts, params: Params, options: Options) -> list[Request]:
+        return with_options(self._paired(self._encoded(prompts), params), options)
 
     def _encoded(self, prompts: Prompts) -> list[list[int]]:
         _check_prompt(prompts)
         single = isinstance(prompts, str) or (len(prompts) > 0 and not hasattr(prompts[0], "__len__"))
         return [self.encode(cast(Prompt, p)) for p in ([prompts] if single else prompts)]
 
-    def _pooled(self, prompts: Prompts, params: PoolingParams | None, options: Options) -> list[_Request]:
+    def _pooled(self, prompts: Prompts, params: PoolingParams | None, options: Options) -> list[Request]:
         pooling = PoolingParams() if params is None else params
         if not isinstance(pooling, PoolingParams):
             raise InvalidRequestError(f"pooling_params must be PoolingParams, not {params!r:.80}", param="pooling_params")
-        return _with([_Request(ids, None, {"pooling": pooling}) for ids in self._encoded(prompts)], options)
+        return with_options([Request(ids, None, {"pooling": pooling}) for ids in self._encoded(prompts)], options)
 
-    def _scored(self, pair: tuple[str, str]) -> _Request:
+    def _scored(self, pair: tuple[str, str]) -> Request:
         """Context and continuation as one prompt whose last tokens are scored, cut into tokens as evaluation harnesses do."""
         context, continuation = pair
         ids, prefix = self.encode(context + continuation), self.encode(context.rstrip())
@@ -198,9 +197,9 @@ class _Opened(ABC):
             message = f"nothing to score: {context!r:.80} and then {continuation!r:.80} must both have at least one token"
             raise InvalidRequestError(message, param="prompt")
         params = SamplingParams(temperature=0.0, max_tokens=0, prompt_logprobs=0)
-        return _Request(ids, params, {"score_from": len(prefix)})
+        return Request(ids, params, {"score_from": len(prefix)})
 
-    def _chats(self, messages: Chats, params: Params, tools: Tools, choice: ToolChoice, more: Mapping[str, Any]) -> list[_Request]:
+    def _chats(self, messages: Chats, params: Params, tools: Tools, choice: ToolChoice, more: Mapping[str, Any]) -> list[Request]:
         if not isinstance(cast(object, messages), Sequence):
             message = f"messages must be a list of messages with role and content, or of such lists, not {type(messages).__name__}"
             raise InvalidRequestError(message, param="messages")
@@ -212,17 +211,17 @@ class _Opened(ABC):
         prompts = [self.encode_chat(chat, tools=use.offered, **template) for chat in chats]
         readers = [Reader.of(self.tokenizer, ids, use, source, *self._parsers) for ids in prompts]
         requests = [r if use.forced is None else _forced(r, use.forced) for r in self._paired(prompts, params)]
-        return _with([r._replace(options={"reader": reader}) for r, reader in zip(requests, readers, strict=True)], options)
+        return with_options([r._replace(options={"reader": reader}) for r, reader in zip(requests, readers, strict=True)], options)
 
-    def _paired(self, prompts: list[list[int]], params: Params) -> list[_Request]:
+    def _paired(self, prompts: list[list[int]], params: Params) -> list[Request]:
         each = _each("sampling_params", self.default_params() if params is None else params, len(prompts))
         if not all(isinstance(one, SamplingParams) for one in each):
             message = f"sampling_params must be SamplingParams or a list of them, not {params!r:.80}"
             raise InvalidRequestError(message, param="sampling_params")
-        return [_Request(ids, one) for ids, one in zip(prompts, each, strict=True)]
+        return [Request(ids, one) for ids, one in zip(prompts, each, strict=True)]
 
 
-class LLM(_Opened, contextlib.AbstractContextManager["LLM"]):
+class LLM(Opened, contextlib.AbstractContextManager["LLM"]):
     """A loaded model. A context manager; threads may share it (one steps at a time, for all)."""
 
     def _start(self, opened: contextlib.ExitStack) -> None:
@@ -298,19 +297,19 @@ class LLM(_Opened, contextlib.AbstractContextManager["LLM"]):
         is the most likely one. The continuation is what follows the context's tokens in those of both texts together (blanks at
         the end of the context count with it); an empty context is the model's begin token. ContextLengthError for more tokens than
         max_model_len."""
-        return [likelihood(output) for output in self._complete(_with([self._scored(pair) for pair in pairs], options))]
+        return [likelihood(output) for output in self._complete(with_options([self._scored(pair) for pair in pairs], options))]
 
-    def _complete(self, requests: Sequence[_Request]) -> list[RequestOutput]:
+    def _complete(self, requests: Sequence[Request]) -> list[RequestOutput]:
         numbers: list[int] = []
         try:
             for request in requests:
                 numbers.append(self._add(request))
-            return _checked([self._next(number) for number in numbers])
+            return checked([self._next(number) for number in numbers])
         finally:
             for number in numbers:
                 self._drop(number)
 
-    def _add(self, request: _Request, *, stream: bool = False) -> int:
+    def _add(self, request: Request, *, stream: bool = False) -> int:
         self.engine.prepare(request.params)
         with self._locked():
             self._check_open()
@@ -368,88 +367,13 @@ class LLM(_Opened, contextlib.AbstractContextManager["LLM"]):
             self.engine.abort(number)
 
 
-class AsyncLLM(_Opened, contextlib.AbstractAsyncContextManager["AsyncLLM"]):
-    """A loaded model for asyncio: its engine steps in a thread of its own, requests come and go. An async context manager."""
-
-    def _start(self, opened: contextlib.ExitStack) -> None:
-        self.async_engine = AsyncEngine(self.engine)
-        opened.callback(self.async_engine.close)
-
-    async def __aexit__(self, *_: object) -> None:
-        await asyncio.to_thread(self.close)
-
-    async def load_adapter(self, name: str, path: str | os.PathLike[str]) -> None:
-        """As LLM.load_adapter."""
-        adapter = await asyncio.to_thread(enabled(self.loaded.lora).read, path)
-        await self.async_engine.call(lambda engine: engine.load_adapter(name, adapter))
-
-    async def unload_adapter(self, name: str) -> None:
-        """As LLM.unload_adapter."""
-        await self.async_engine.call(lambda engine: engine.unload_adapter(name))
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether requests are taken: neither closed nor stopped by a fault."""
-        return self.async_engine.is_ready
-
-    async def stats(self) -> Stats:
-        """Totals so far, and what runs, waits and is free now."""
-        return await self.async_engine.stats()
-
-    async def abort(self, request_id: int) -> bool:
-        """Ends a request by the id in its outputs: its reader gets what is there (finish_reason "abort"). False: it had ended."""
-        return await self.async_engine.abort(request_id)
-
-    async def generate(self, prompts: Prompts, sampling_params: Params = None, **options: Unpack[Options]) -> list[RequestOutput]:
-        """As LLM.generate; cancelling the task aborts the requests."""
-        return await self._complete(self._prompts(prompts, sampling_params, options))
-
-    async def chat(
-        self, messages: Chats, sampling_params: Params = None, *, tools: Tools = None, tool_choice: ToolChoice = None, **more: Any
-    ) -> list[RequestOutput]:
-        """As LLM.chat."""
-        return await self._complete(self._chats(messages, sampling_params, tools, tool_choice, more))
-
-    async def stream(
-        self, prompt: Prompt | Sequence[Message], sampling_params: SamplingParams | None = None, *, tools: Tools = None,
-        tool_choice: ToolChoice = None, **more: Any,
-    ) -> AsyncIterator[RequestOutput]:  # fmt: skip
-        """As LLM.stream; closing the iterator or cancelling its task aborts the request."""
-        request = self._request(prompt, sampling_params, tools, tool_choice, more)
-        async with contextlib.aclosing(self.async_engine.stream(request.ids, request.params, **request.options)) as news:
-            async for output in news:
-                yield output
-                if output.error is not None:
-                    raise output.error
-
-    async def embed(
-        self, prompts: Prompts, pooling_params: PoolingParams | None = None, **options: Unpack[Options]
-    ) -> list[RequestOutput]:
-        """As LLM.embed."""
-        return await self._complete(self._pooled(prompts, pooling_params, options))
-
-    async def loglikelihood(self, pairs: Sequence[tuple[str, str]], **options: Unpack[Options]) -> list[tuple[float, bool]]:
-        """As LLM.loglikelihood."""
-        return [likelihood(output) for output in await self._complete(_with([self._scored(pair) for pair in pairs], options))]
-
-    async def _complete(self, requests: Sequence[_Request]) -> list[RequestOutput]:
-        run = self.async_engine.generate
-        tasks = [asyncio.ensure_future(run(request.ids, request.params, **request.options)) for request in requests]
-        try:
-            return _checked(list(await asyncio.gather(*tasks)))
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)  # what a refused one's siblings had is free by then
-
-
 def _check_prompt(prompt: object) -> None:
     if not hasattr(prompt, "__len__") or isinstance(prompt, Mapping):
         message = f"prompts must be a text, a list of token ids, or a list of these, not {type(prompt).__name__}"
         raise InvalidRequestError(message, param="prompt")
 
 
-def _with(requests: Sequence[_Request], options: Mapping[str, Any]) -> list[_Request]:
+def with_options(requests: Sequence[Request], options: Mapping[str, Any]) -> list[Request]:
     """The requests with Options that were given for all or for each."""
     if unknown := options.keys() - Options.__annotations__:
         raise TypeError(f"there is no argument {min(unknown)!r}; there are {', '.join(Options.__annotations__)}")
@@ -467,7 +391,7 @@ def _each(name: str, value: Any, count: int) -> list[Any]:
     return each
 
 
-def _forced(request: _Request, schema: Mapping[str, Any]) -> _Request:
+def _forced(request: Request, schema: Mapping[str, Any]) -> Request:
     """The answer must satisfy `schema`, with one blank at most between its parts, so that it ends."""
     assert request.params is not None, "a chat has sampling parameters"
     if request.params.structured_outputs is not None:
@@ -477,7 +401,7 @@ def _forced(request: _Request, schema: Mapping[str, Any]) -> _Request:
     return request._replace(params=replace(request.params, structured_outputs=form))
 
 
-def _checked(outputs: list[RequestOutput]) -> list[RequestOutput]:
+def checked(outputs: list[RequestOutput]) -> list[RequestOutput]:
     errors = [output.error for output in outputs if output.error is not None]
     if errors and len(errors) == len(outputs):
         raise errors[0]

@@ -11,7 +11,8 @@ import pytest
 from async_device import async_model
 from engine_runs import engine_of, greedy, prompts_of
 from fake_model import FakeTokenizer, Fault, continuation
-from trivium.engine import AsyncEngine, Engine, RequestOutput
+from trivium.engine import Engine, RequestOutput
+from trivium.engine.async_engine import AsyncEngine
 from trivium.errors import BackendError, ClosedError, InvalidRequestError, OverloadedError
 
 

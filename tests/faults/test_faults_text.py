@@ -56,7 +56,7 @@ def nothing_is_left_behind(llm):
 @contextlib.contextmanager
 def as_async(llm):
     """An AsyncLLM around the same loaded model."""
-    from trivium.engine import AsyncEngine
+    from trivium.engine.async_engine import AsyncEngine
 
     model = object.__new__(AsyncLLM)
     model.loaded, model.tokenizer, model.engine, model._parsers = llm.loaded, llm.tokenizer, llm.engine, llm._parsers

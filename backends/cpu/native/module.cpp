@@ -5,11 +5,10 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
-#include <atomic>
 #include <cstring>
-#include <mutex>
 #include <new>
 #include <stdexcept>
+#include <utility>
 
 #include "cpu_features.h"
 
@@ -31,35 +30,29 @@ constexpr const char* kStorages[] = {"float32", "bfloat16", "float16", "q4_0", "
 constexpr const char* kFormats[] = {"float32", "bfloat16", "float16", "int8", "int4"};
 constexpr const char* kKvTypes[] = {"float32", "bfloat16", "float16"};
 
-using Bytes = nb::ndarray<const uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
-
-linear::PackedMatrix pack(Runtime& runtime, const std::string& format, const std::string& storage, int64_t in, const Bytes& rows) {
-  const auto stored = named<linear::Storage>(kStorages, storage);
-  const auto layout = linear::choose_layout(named<linear::Format>(kFormats, format), stored);
-  const linear::Source source{stored, rows.data(), static_cast<int64_t>(rows.shape(1))};
-  linear::PackedMatrix matrix(runtime.arena, layout, static_cast<int64_t>(rows.shape(0)), in);
+void finish_packing(Runtime& runtime) {
+  const std::vector<ByteRows> read = std::exchange(runtime.sources, {});  // let go of afterwards, come what may
   nb::gil_scoped_release release;
-  constexpr int64_t kTilesAtATime = 16;
-  Shares shares(runtime.pool->threads());
-  std::mutex lock;
-  std::string fault;
-  runtime.pool->run([&](Worker& worker) {
-    worker.share(shares, (matrix.tiles() + kTilesAtATime - 1) / kTilesAtATime, [&](int64_t i) {
-      try {
-        linear::pack_tiles(matrix, source, i * kTilesAtATime, std::min((i + 1) * kTilesAtATime, matrix.tiles()));
-      } catch (const std::exception& e) {
-        const std::lock_guard guard(lock);
-        fault = e.what();
-      }
-    });
-  });
-  if (!fault.empty()) throw std::invalid_argument(fault);
+  runtime.packer.finish();
+}
+
+// What can't fail is packed in the background, all else at once; see Packer.
+linear::PackedMatrix pack(Runtime& runtime, const std::string& format, const std::string& storage, int64_t in, const ByteRows& rows, bool mapped) {
+  const auto stored = named<linear::Storage>(kStorages, storage);
+  const auto wanted = named<linear::Format>(kFormats, format);
+  const linear::Source source{stored, rows.data(), static_cast<int64_t>(rows.shape(1))};
+  const bool whole = linear::storage_row_bytes(stored, in) == source.row_bytes;
+  linear::PackedMatrix matrix(runtime.arena, linear::choose_layout(wanted, stored), static_cast<int64_t>(rows.shape(0)), in);
+  runtime.packer.add(matrix, source, mapped);
+  runtime.sources.push_back(rows);
+  if (!mapped || !whole || !linear::is_lossless(wanted, stored)) finish_packing(runtime);
   return matrix;
 }
 
 FloatArray unpack(Runtime& runtime, const linear::PackedMatrix& matrix) {
   const linear::MatrixView& view = matrix.view();
   FloatArray out = new_array<float>({static_cast<size_t>(view.out), static_cast<size_t>(view.in)});
+  finish_packing(runtime);
   Shares shares(runtime.pool->threads());
   runtime.pool->run([&](Worker& worker) {
     worker.share(shares, view.out, [&](int64_t row) { linear::unpack_row(view, row, out.data() + row * view.in); });
@@ -173,7 +166,11 @@ NB_MODULE(_native, m) {
   nb::class_<Runtime>(m, "Runtime")
       .def(nb::new_(&make_runtime), "threads"_a, "tier"_a)
       .def_prop_ro("threads", [](const Runtime& runtime) { return runtime.pool->threads(); })
-      .def("pack", &pack, "format"_a, "storage"_a, "in"_a, "rows"_a, "Packs uint8 rows[out, bytes] of a checkpoint.")
+      .def("pack", &pack, "format"_a, "storage"_a, "in"_a, "rows"_a, "mapped"_a = false,
+           "Packs uint8 rows[out, bytes] of a checkpoint. mapped: they lie in a shared map of a file; then they may be packed later, until\n"
+           "finish_packing(), and their pages are given back to the system.")
+      .def("finish_packing", &finish_packing, "Waits for what is still being packed. To be called before a tape runs.")
+      .def_prop_ro("bytes_given_back", [](const Runtime& runtime) { return runtime.packer.bytes_given_back(); })
       .def("unpack", &unpack, "matrix"_a, "float32[out, in]: the numbers that a matrix holds.");
   bind_kv(m);
   bind_tape(m);

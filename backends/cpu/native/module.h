@@ -7,23 +7,29 @@
 #include <algorithm>
 #include <initializer_list>
 #include <memory>
+#include <vector>
 
 #include "kernels.h"
 #include "linear/linear.h"
+#include "packing.h"
 #include "pool.h"
 #include "tape.h"
 
 namespace trivium {
 
+using ByteRows = nanobind::ndarray<const uint8_t, nanobind::ndim<2>, nanobind::c_contig, nanobind::device::cpu>;
+
 // One opened device: its threads, its kernels and the memory of its weights.
 struct Runtime {
   Runtime(std::shared_ptr<ThreadPool> threads, const Kernels& rows, const linear::LinearKernels& matrices)
-      : pool(std::move(threads)), kernels(rows), linear(matrices) {}
+      : pool(std::move(threads)), kernels(rows), linear(matrices), packer(*pool) {}
 
   std::shared_ptr<ThreadPool> pool;
   const Kernels& kernels;
   const linear::LinearKernels& linear;
   linear::Arena arena;
+  std::vector<ByteRows> sources;  // what the packer reads
+  Packer packer;
 };
 
 using FloatArray = nanobind::ndarray<nanobind::numpy, float>;

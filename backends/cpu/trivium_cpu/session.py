@@ -43,7 +43,8 @@ class CpuSession(Session):
         return self.read_weight(tensor) if isinstance(tensor, Resident) else np.asarray(tensor)
 
     def load(self, weight: Weight, format: str) -> Tensor:
-        """Packs a weight, once: the same memory loaded twice in one format (tied embeddings) is kept once."""
+        """Packs a weight, once: the same memory loaded twice in one format (tied embeddings) is kept once. What lies in a
+        mapped file and is only rearranged is packed in the background, to the end of compile()."""
         key = (weight.data.__array_interface__["data"][0], weight.nbytes, weight.shape, weight.format, format)
         if key not in self._loaded:
             resident = self._load(weight, format)
@@ -62,7 +63,7 @@ class CpuSession(Session):
             data = np.ascontiguousarray(data).view(_FLOATS[storage])
         packed = np.ascontiguousarray(data).reshape(rows, -1).view(np.uint8)
         try:
-            return Resident(weight.shape, matrix=self._runtime.pack(format, storage, weight.shape[-1], packed))
+            return Resident(weight.shape, matrix=self._runtime.pack(format, storage, weight.shape[-1], packed, _is_mapped(packed)))
         except ValueError as e:
             raise UnsupportedError(f"{weight.name} ({weight.format}) can't be held as {format}: {e}") from e
 
@@ -107,6 +108,7 @@ class CpuSession(Session):
             threads=self._runtime.threads, max_model_len=self._options.get("max_model_len") or 8192,
         )  # fmt: skip
         low.run(choices)
+        self._runtime.finish_packing()
         tokens, seqs = self._options.get("max_batched_tokens") or 512, self._options.get("max_seqs") or 64
         try:
             low.set_arenas(tokens, seqs)
@@ -167,6 +169,14 @@ class CpuSession(Session):
 
 def _layer(spec: KVSpec, kv: PagedKV, group: int, offset: int) -> Any:
     return _native.KvLayer(group, offset, spec.dtype, spec.page_size, kv.kv_heads, kv.head_dim)
+
+
+def _is_mapped(array: npt.NDArray[Any]) -> bool:
+    """Whether the array is a view of a file's read-only map."""
+    base: Any = array
+    while isinstance(base, np.ndarray) and not isinstance(base, np.memmap):
+        base = base.base
+    return isinstance(base, np.memmap) and base.mode == "r"
 
 
 def _slot_bytes(spec: KVSpec, group: Group) -> int:

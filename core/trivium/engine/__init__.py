@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from trivium.engine.async_engine import AsyncEngine
 from trivium.engine.config import EngineConfig
 from trivium.engine.engine import Engine
 from trivium.engine.executor import Model
@@ -12,6 +11,6 @@ from trivium.engine.pooling import PoolingParams
 from trivium.engine.runner import Stats
 
 __all__ = [
-    "AsyncEngine", "CompletionOutput", "Engine", "EngineConfig", "Logprob", "Metrics", "Model", "PoolingParams", "RequestOutput",
+    "CompletionOutput", "Engine", "EngineConfig", "Logprob", "Metrics", "Model", "PoolingParams", "RequestOutput",
     "RequestState", "Stats", "TokenLogprobs",
 ]  # fmt: skip

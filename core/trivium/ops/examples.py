@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +15,7 @@ from trivium.ops.schema import Arg, Case, InferResults, MakeCases, Operator, Sig
 from trivium.ops.state import PagedState, RecurrentState
 
 Array = npt.NDArray[Any]
-Rng = np.random.Generator
+Rng: TypeAlias = "np.random.Generator"
 
 ROWS = (1, 2, 3, 8, 17, 75)
 """Numbers of tokens that every row-wise operator is tried with."""

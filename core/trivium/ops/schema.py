@@ -83,7 +83,7 @@ def parse_signature(text: str) -> Signature:
 
 
 InferResults = Callable[[Sequence[Shape | None], Mapping[str, Any]], tuple[Shape, ...]]
-MakeCases = Callable[[np.random.Generator], Iterable[Case]]
+MakeCases = Callable[["np.random.Generator"], Iterable[Case]]
 
 
 @dataclass(frozen=True)

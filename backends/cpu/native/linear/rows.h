@@ -30,4 +30,8 @@ void decode_row(Storage storage, const uint8_t* row, int64_t in, float* out, Row
 // Rounds x[0, in) to codes of layout q8_s or q4_s. Throws std::invalid_argument if a scale doesn't fit float16.
 void round_row(Layout layout, const float* x, int64_t in, RowCodes& codes);
 
+// Packs a whole tile word by word where storage and layout allow it: the same bytes as by rows of codes, several times as fast. False:
+// they don't, and nothing was done. memory: tile_bytes, not initialised.
+bool pack_tile_words(const MatrixView& matrix, const Source& source, int64_t tile, uint8_t* memory);
+
 }  // namespace trivium::linear
