@@ -1,0 +1,1 @@
+"""Parts of cpu_vs_peers.py and quality.py."""
