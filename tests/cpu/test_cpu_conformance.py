@@ -7,6 +7,8 @@ import pytest
 from trivium.conformance import kit
 from trivium_cpu.plugin import TIERS
 
+native = pytest.importorskip("trivium_cpu._native")
+
 
 def _failures(options, *areas):
     report = kit.run_conformance("cpu", options, areas=areas)
@@ -17,6 +19,13 @@ def _failures(options, *areas):
 @pytest.mark.parametrize("isa", TIERS)
 def test_o42_operators_equal_the_reference_on_every_instruction_set(isa):
     assert _failures({"isa": isa}, "operators") == []
+
+
+@pytest.mark.parametrize("area", ["operators", "fusions"])
+@pytest.mark.parametrize("isa", native.emulated_tiers())
+def test_kernels_on_emulated_instructions_equal_the_reference(isa, area, monkeypatch):
+    monkeypatch.setattr("trivium_cpu.plugin._tier", lambda *_: isa)
+    assert _failures({}, area) == []
 
 
 @pytest.mark.parametrize("isa", TIERS)

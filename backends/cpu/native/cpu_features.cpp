@@ -1,10 +1,15 @@
 #include "cpu_features.h"
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 
 #if TRIVIUM_X86
 #include <cpuid.h>
+#ifdef __linux__
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 #endif
 
 namespace trivium {
@@ -31,6 +36,23 @@ uint64_t saved_state() {
   return (static_cast<uint64_t>(high) << 32) | low;
 }
 
+bool has_amx_instructions() {
+  const uint32_t d = cpuid(7, 0).d;
+  return bit(d, 24) && bit(d, 25) && bit(d, 22);  // tiles, int8, bfloat16
+}
+
+// Linux gives a process tile registers when it asks (Documentation/arch/x86/xstate.rst); elsewhere saving them is all it takes.
+bool tiles_permitted() {
+#ifdef __linux__
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+#else
+  return true;
+#endif
+}
+
+bool tiles_saved() { return (saved_state() & 0x60000) == 0x60000; }
+
 CpuFeatures detect() {
   CpuFeatures f;
   const Registers basic = cpuid(1, 0);
@@ -38,7 +60,6 @@ CpuFeatures detect() {
   const uint64_t saved = saved_state();
   const bool ymm = (saved & 0x6) == 0x6;
   const bool zmm = ymm && (saved & 0xe0) == 0xe0;
-  const bool tiles = (saved & 0x60000) == 0x60000;
   const Registers extended = cpuid(7, 0);
   const Registers extended1 = cpuid(7, 1);
   f.avx2 = ymm && bit(extended.b, 5) && bit(basic.c, 12) && bit(basic.c, 29) && bit(extended.b, 8);
@@ -46,8 +67,7 @@ CpuFeatures detect() {
   f.avx512_vnni = f.avx512 && bit(extended.c, 11);
   f.avx512_bf16 = f.avx512 && bit(extended1.a, 5);
   f.avx_vnni = f.avx2 && bit(extended1.a, 4);
-  f.amx_int8 = tiles && bit(extended.d, 24) && bit(extended.d, 25);
-  f.amx_bf16 = tiles && bit(extended.d, 24) && bit(extended.d, 22);
+  f.amx = f.avx512_vnni && f.avx512_bf16 && has_amx_instructions() && tiles_saved() && tiles_permitted();
   return f;
 }
 
@@ -83,10 +103,29 @@ std::string cpu_name() {
 
 std::vector<std::string> available_tiers() {
   std::vector<std::string> tiers;
+  if (cpu_features().amx) tiers.push_back("amx");
   if (cpu_features().avx512) tiers.push_back("avx512");
   if (cpu_features().avx2) tiers.push_back("avx2");
   tiers.push_back("portable");
   return tiers;
+}
+
+std::vector<std::string> emulated_tiers() {
+  if (!cpu_features().avx512_vnni || !cpu_features().avx512_bf16) return {};
+  return {"amx_emulated"};
+}
+
+std::string missing(const std::string& tier) {
+  const std::vector<std::string> tiers = available_tiers();
+  if (std::find(tiers.begin(), tiers.end(), tier) != tiers.end()) return "";
+#if TRIVIUM_X86
+  if (tier == "amx" && has_amx_instructions()) {
+    if (!cpu_features().avx512_vnni || !cpu_features().avx512_bf16) return "the processor has AMX, but not AVX-512 with VNNI and BF16";
+    if (!tiles_saved()) return "the processor has AMX, but the system does not save tile registers";
+    return "the processor has AMX, but the system refuses tile registers to this process (arch_prctl)";
+  }
+#endif
+  return "the processor lacks its instructions, or the system does not save their registers";
 }
 
 }  // namespace trivium

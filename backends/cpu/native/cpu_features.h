@@ -12,11 +12,11 @@ struct CpuFeatures {
   bool avx512_vnni = false;
   bool avx512_bf16 = false;
   bool avx_vnni = false;
-  bool amx_int8 = false;
-  bool amx_bf16 = false;
+  bool amx = false;  // tiles, int8 and bfloat16, on top of avx512_vnni and avx512_bf16, permitted to this process
 };
 
-// Read once. A set counts only if the operating system saves its registers (XCR0), whatever CPUID says.
+// Read once. A set counts only if the operating system saves its registers (XCR0), whatever CPUID says. Tile registers must also be
+// granted to the process: the first call asks for them.
 const CpuFeatures& cpu_features();
 
 // The processor's own name, or "" where it does not say.
@@ -24,5 +24,11 @@ std::string cpu_name();
 
 // Tiers of kernels that this machine can run, best first; the last is "portable".
 std::vector<std::string> available_tiers();
+
+// Tiers that this machine can only emulate, slowly: for tests of their kernels.
+std::vector<std::string> emulated_tiers();
+
+// Why a tier is not among them; "" if it is.
+std::string missing(const std::string& tier);
 
 }  // namespace trivium

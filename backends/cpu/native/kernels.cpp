@@ -10,7 +10,7 @@ extern const Kernels kernels_avx512;
 
 const Kernels* find_kernels(const std::string& tier) {
 #if TRIVIUM_X86
-  if (tier == "avx512") return &kernels_avx512;
+  if (tier == "avx512" || tier == "amx" || tier == "amx_emulated") return &kernels_avx512;
   if (tier == "avx2") return &kernels_avx2;
 #endif
   return tier == "portable" ? &kernels_portable : nullptr;

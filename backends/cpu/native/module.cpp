@@ -10,6 +10,7 @@
 #include <stdexcept>
 #include <utility>
 
+#include "amx_tiles.h"
 #include "cpu_features.h"
 
 namespace nb = nanobind;
@@ -61,10 +62,18 @@ FloatArray unpack(Runtime& runtime, const linear::PackedMatrix& matrix) {
 }
 
 std::shared_ptr<Runtime> make_runtime(int threads, const std::string& tier) {
-  const std::vector<std::string> tiers = available_tiers();
+  std::vector<std::string> tiers = available_tiers();
+  for (std::string& emulated : emulated_tiers()) tiers.push_back(std::move(emulated));
   if (std::find(tiers.begin(), tiers.end(), tier) == tiers.end()) throw std::invalid_argument("this machine lacks " + tier);
+#if TRIVIUM_X86
+  if (tier == "amx" && !amx::check_tiles()) {
+    throw std::runtime_error("this processor's AMX tiles give other products than its manual says; choose another instruction set, such as isa=avx512");
+  }
+#endif
   auto isa = linear::Isa::portable;
   if (tier == "avx2") isa = linear::Isa::avx2;
+  if (tier == "amx_emulated") isa = linear::Isa::amx_emulated;
+  if (tier == "amx") isa = linear::Isa::amx;
   if (tier == "avx512") isa = cpu_features().avx512_vnni ? linear::Isa::avx512_vnni : linear::Isa::avx512;
   return std::make_shared<Runtime>(std::make_shared<ThreadPool>(threads), *find_kernels(tier), linear::kernels(isa));
 }
@@ -145,6 +154,8 @@ void bind_kv(nb::module_& m) {
 NB_MODULE(_native, m) {
   m.def("cpu_name", &cpu_name);
   m.def("tiers", &available_tiers, "Instruction sets this machine can run, best first.");
+  m.def("emulated_tiers", &emulated_tiers, "Tiers whose kernels run here on an emulation of their instructions: for tests.");
+  m.def("missing", &missing, "tier"_a, "Why a tier is not among them; empty if it is.");
   m.def("features", [] {
     const CpuFeatures& f = cpu_features();
     nb::dict d;
@@ -153,8 +164,7 @@ NB_MODULE(_native, m) {
     d["avx512_vnni"] = f.avx512_vnni;
     d["avx512_bf16"] = f.avx512_bf16;
     d["avx_vnni"] = f.avx_vnni;
-    d["amx_int8"] = f.amx_int8;
-    d["amx_bf16"] = f.amx_bf16;
+    d["amx"] = f.amx;
     return d;
   });
   nb::module_ linear_module = m.def_submodule("linear");
@@ -174,6 +184,8 @@ NB_MODULE(_native, m) {
       .def("unpack", &unpack, "matrix"_a, "float32[out, in]: the numbers that a matrix holds.");
   bind_kv(m);
   bind_tape(m);
+  nb::module_ amx_module = m.def_submodule("amx");
+  bind_amx(amx_module);
 }
 
 }  // namespace trivium

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from trivium.errors import BackendUnavailableError, InvalidRequestError, UnsupportedError
@@ -11,7 +11,7 @@ from trivium.plugin.hostinfo import total_memory
 from trivium_cpu.formats import FORMATS
 from trivium_cpu.threads import count_threads
 
-TIERS = ("portable", "avx2", "avx512")
+TIERS = ("portable", "avx2", "avx512", "amx")
 _OPTIONS = ("dtype", "isa", "max_batched_tokens", "max_model_len", "max_seqs", "profile", "strict", "threads")
 _NO_OTHER_DTYPE = "activations are float32 on this backend; weights and pages may be smaller"
 
@@ -66,18 +66,19 @@ class CpuBackend(Backend):
         from trivium_cpu import _native
         from trivium_cpu.session import CpuSession
 
-        runtime = _native.Runtime(count.threads, _tier(options.get("isa", "auto"), _native.tiers()))
+        runtime = _native.Runtime(count.threads, _tier(options.get("isa", "auto"), _native.tiers(), _native.missing))
         return CpuSession(self.kernels(device), runtime, options)
 
 
-def _tier(asked: str, available: Sequence[str]) -> str:
-    """The tier of kernels for the option `isa`."""
+def _tier(asked: str, available: Sequence[str], missing: Callable[[str], str]) -> str:
+    """The tier of kernels for the option `isa`; missing(tier): why a tier is not among the available ones."""
     if asked == "auto":
         return available[0]
     if asked not in TIERS:
         raise InvalidRequestError(f"isa {asked!r} is not known; choose from auto, {', '.join(TIERS)}", param="isa")
     if asked not in available:
-        raise BackendUnavailableError(f"this processor has no {asked}; it has {', '.join(available)}", param="isa")
+        reason = f"isa {asked!r} is not available: {missing(asked)}; this machine runs {', '.join(available)}"
+        raise BackendUnavailableError(reason, param="isa")
     return asked
 
 

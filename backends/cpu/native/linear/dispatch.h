@@ -10,6 +10,8 @@ const LinearKernels& portable_kernels();
 const LinearKernels& avx2_kernels();
 const LinearKernels& avx512_kernels();
 const LinearKernels& avx512_vnni_kernels();
+const LinearKernels& amx_kernels();
+const LinearKernels& amx_emulated_kernels();
 #endif
 
 }  // namespace trivium::linear

@@ -153,7 +153,7 @@ struct Output {
 
 // ----------------------------------------------------------------------------------------------------------------- kernels
 
-enum class Isa : uint8_t { portable, avx2, avx512, avx512_vnni };
+enum class Isa : uint8_t { portable, avx2, avx512, avx512_vnni, amx, amx_emulated };
 
 struct Range {
   int64_t begin = 0;
@@ -174,9 +174,11 @@ struct LinearKernels {
   int64_t (*dot_ceiling)(int64_t rounds);
 };
 
-// Instruction sets of this machine, best first; the last is portable.
+// Instruction sets of this machine, best first; the last is portable. Never an emulated one.
 std::vector<Isa> available_isas();
-// The kernels of an available instruction set.
+// Sets that this machine can only emulate, slowly: for tests of their kernels.
+std::vector<Isa> emulated_isas();
+// The kernels of an available or emulated instruction set.
 const LinearKernels& kernels(Isa isa);
 
 }  // namespace trivium::linear

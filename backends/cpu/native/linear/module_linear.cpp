@@ -28,7 +28,7 @@ constexpr const char* kStorages[] = {"float32", "bfloat16", "float16", "q4_0", "
                                      "q5_1",    "q8_0",     "q4_k",    "q5_k", "q6_k"};
 constexpr const char* kFormats[] = {"float32", "bfloat16", "float16", "int8", "int4"};
 constexpr const char* kLayouts[] = {"float32", "bfloat16", "float16", "q8_s", "q8_sm", "q8_k", "q8_k6", "q4_s", "q4_sm", "q4_k"};
-constexpr const char* kIsas[] = {"portable", "avx2", "avx512", "avx512_vnni"};
+constexpr const char* kIsas[] = {"portable", "avx2", "avx512", "avx512_vnni", "amx", "amx_emulated"};
 
 template <class Enum, size_t N>
 Enum named(const char* const (&names)[N], const std::string& name) {
@@ -40,9 +40,16 @@ Enum named(const char* const (&names)[N], const std::string& name) {
 
 const LinearKernels& kernels_named(const std::string& name) {
   const Isa isa = named<Isa>(kIsas, name);
-  const auto isas = available_isas();
+  auto isas = available_isas();
+  for (const Isa emulated : emulated_isas()) isas.push_back(emulated);
   if (std::find(isas.begin(), isas.end(), isa) == isas.end()) throw std::invalid_argument("this machine lacks " + name);
   return kernels(isa);
+}
+
+std::vector<std::string> names_of(const std::vector<Isa>& isas) {
+  std::vector<std::string> names;
+  for (const Isa isa : isas) names.emplace_back(kIsas[static_cast<int>(isa)]);
+  return names;
 }
 
 // numpy array that owns its numbers.
@@ -145,11 +152,8 @@ void bind_linear(nb::module_& m) {
       .def_prop_ro("nbytes", &PackedMatrix::bytes)
       .def_prop_ro("shape", [](const PackedMatrix& matrix) { return nb::make_tuple(matrix.view().out, matrix.view().in); })
       .def("unpack", &unpack, "float32[out, in], decoded.");
-  m.def("isas", [] {
-    std::vector<std::string> names;
-    for (const Isa isa : available_isas()) names.emplace_back(kIsas[static_cast<int>(isa)]);
-    return names;
-  }, "Instruction sets of this machine, best first.");
+  m.def("isas", [] { return names_of(available_isas()); }, "Instruction sets of this machine, best first.");
+  m.def("emulated_isas", [] { return names_of(emulated_isas()); }, "Instruction sets whose kernels run here on an emulation, for tests.");
   m.def("is_lossless", [](const std::string& format, const std::string& storage) {
     return is_lossless(named<Format>(kFormats, format), named<Storage>(kStorages, storage));
   });
