@@ -153,16 +153,24 @@ def test_o11_zero_alternatives_still_report_the_chosen_one():
     assert got.logprobs.tolist() == pytest.approx([-np.log(V)], abs=1e-6) and got.top_ids.shape == (1, 0)
 
 
-def test_columns_that_steps_share_follow_the_rows_and_cannot_be_written() -> None:
-    warm, cold = state(SamplingParams(temperature=0.5, seed=3)), state(SamplingParams(temperature=0.0, seed=4))
-    build_inputs([(warm, 1, -1), (cold, 1, -1)], V)
-    for rows in ([(warm, 1, -1)], [(cold, 2, -1), (warm, 2, -1)], [(warm, 3, 5), (cold, 3, -1)]):
-        got = build_inputs(rows, V)
-        assert got.temperature.tolist() == [s.params.temperature for s, _, _ in rows]
-        assert got.seed.tolist() == [s.seed for s, _, _ in rows]
-        assert got.position.tolist() == [at for _, at, _ in rows] and got.score_ids.tolist() == [score for _, _, score in rows]
-        with pytest.raises(ValueError, match="read-only"):
-            got.temperature[0] = 1
+@given(st.lists(st.tuples(st.sets(st.integers(0, 3)), st.integers(-1, 2)), max_size=12))
+def test_arrays_that_steps_keep_are_those_that_would_be_made_anew(steps) -> None:
+    fields = {"temperature": 0.5, "seed": 3}, {"min_tokens": 3}, {"presence_penalty": 1.0}, {"logit_bias": {3: 1.0}, "logprobs": 2}
+    states, kept = [state(SamplingParams(**each), [1, 2]) for each in fields], {}
+    for at, (which, score) in enumerate(steps):
+        rows = [(states[i], at + i, score) for i in which]
+        same_rows(build_inputs(rows, V, kept), build_inputs(rows, V))
+        for i in which:
+            states[i].append(at)
+
+
+def test_arrays_are_kept_while_nothing_but_positions_can_change() -> None:
+    warm, cold, kept = state(SamplingParams(seed=3)), state(SamplingParams(min_tokens=1)), {}
+    first = build_inputs([(warm, 1, -1)], V, kept)
+    assert build_inputs([(warm, 2, -1)], V, kept) is first and first.position.tolist() == [2]
+    assert build_inputs([(cold, 1, -1)], V, kept) is not build_inputs([(cold, 2, -1)], V, kept)
+    cold.append(1)
+    assert build_inputs([(cold, 2, -1)], V, kept) is build_inputs([(cold, 3, -1)], V, kept)
 
 
 def same_rows(got: SampleInputs, want: SampleInputs) -> None:

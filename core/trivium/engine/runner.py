@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from trivium.engine.adapters import Adapters
 from trivium.engine.executor import Model
 from trivium.engine.request import Completion
 from trivium.errors import BackendError
-from trivium.ops import Batch, Sampled
+from trivium.ops import Batch, SampleInputs, Sampled
 from trivium.ops.batch import F32, I32
 from trivium.plugin.contract import Step
 from trivium.sampling import SamplerState, build_inputs
@@ -78,11 +79,14 @@ class Part(NamedTuple):
 @dataclass
 class Flight:
     """A step on its way, planned at `began` and on the device since `started`. batch: its arrays, made before the tokens that the
-    step before it gives are known: those belong to `holes`, indices of entries. fault: why there is nothing to wait for."""
+    step before it gives are known: those belong to `holes`, indices of entries. rows, pooled: how many tokens and how many hidden
+    states it will give. fault: why there is nothing to wait for."""
 
     plan: StepPlan
     began: float
     parts: list[Part] = field(default_factory=list)
+    rows: int = 0
+    pooled: int = 0
     holes: list[int] = field(default_factory=list)
     batch: Batch | None = None
     step: Step | None = None
@@ -111,6 +115,7 @@ class Runner:
     _completions: Mapping[Stream, Completion]
     _stats: Stats
     _clock: Callable[[], float]
+    _kept: dict[Any, SampleInputs] = field(default_factory=dict)
 
     def prepare(self, plan: StepPlan, began: float) -> Flight:
         """Reserves pages and builds the arrays as far as tokens are known. A fault, here and in launch(), is raised by wait()."""
@@ -121,10 +126,10 @@ class Runner:
                 self._stats.preemptions += 1
                 self._completions[seq].request.clock.preempt(seq.order[2], began)
             self._scheduler.reserve(plan)
-            at = pooled = 0
             for entry, row in zip(plan.entries, rows := [sampled_rows(entry) for entry in plan.entries]):
-                flight.parts.append(Part(self._completions[entry.seq], entry, row, at, pooled))
-                at, pooled = at + row.scores + row.sample, pooled + row.pooled
+                flight.parts.append(Part(self._completions[entry.seq], entry, row, flight.rows, flight.pooled))
+                flight.rows += row.scores + row.sample
+                flight.pooled += row.pooled
             flight.holes = [i for i, entry in enumerate(plan.entries) if entry.seq.due]
             flight.batch = make_batch(plan.entries, rows, self._scheduler.kv, _NO_ROWS)
         except BaseException as fault:
@@ -139,21 +144,20 @@ class Runner:
             tokens, ends = flight.batch.token_ids, flight.batch.query_starts
             for i in flight.holes:
                 tokens[ends[i + 1] - 1] = flight.plan.entries[i].seq.last
-            inputs = build_inputs(_sampler_rows(flight), self.model.vocab_size)
-            batch = replace(flight.batch, sampling=inputs, adapters=self._adapters(flight, ends))
+            flight.batch.sampling = build_inputs(_sampler_rows(flight), self.model.vocab_size, self._kept)
+            if self.model.lora is not None:
+                flight.batch.adapters = self._adapters(self.model.lora, flight, ends)
             self._move_pages(flight.plan)
             flight.started, flight.ran = self._clock(), True
-            flight.step = self.model.executable.run(batch)
+            flight.step = self.model.executable.run(flight.batch)
         except BaseException as fault:
             flight.fault = fault
         return flight
 
-    def _adapters(self, flight: Flight, ends: I32) -> I32:
-        """The slot of each token's adapter, which is put there if need be: int32[tokens], empty for a model without adapters."""
-        if self.model.lora is None:
-            return np.zeros(0, np.int32)
+    def _adapters(self, lora: Adapters, flight: Flight, ends: I32) -> I32:
+        """The slot of each token's adapter, which is put there if need be: int32[tokens]."""
         held = {seq.adapter for seq in self._scheduler.running}
-        return self.model.lora.place([entry.seq.adapter for entry in flight.plan.entries], held).repeat(np.diff(ends))
+        return lora.place([entry.seq.adapter for entry in flight.plan.entries], held).repeat(np.diff(ends))
 
     def _move_pages(self, plan: StepPlan) -> None:
         """What the pool has given away goes to the tiers; then shared pages are copied, and what is restored comes in."""
@@ -188,16 +192,15 @@ class Runner:
 
     def _hidden(self, flight: Flight, step: Step) -> F32 | None:
         """float32[pooled rows, hidden_size]; None if the step has no such rows."""
-        rows = sum([part.row.pooled for part in flight.parts])
-        if not rows:
+        if not flight.pooled:
             return None
-        hidden, want = step.output("hidden"), (rows, self.model.hidden_size)
+        hidden, want = step.output("hidden"), (flight.pooled, self.model.hidden_size)
         if hidden.shape != want:
             raise BackendError(f"the backend returned hidden states of shape {hidden.shape}, not {want}")
         return hidden
 
     def _check_sampled(self, sampled: Sampled, flight: Flight) -> list[int]:
-        want = sum([part.row.scores + part.row.sample for part in flight.parts])
+        want = flight.rows
         ids: list[int] = sampled.ids.tolist()
         vocab = self.model.vocab_size
         if len(ids) != want or (want and not (min(ids) >= 0 and max(ids) < vocab)):
@@ -214,5 +217,6 @@ def _sampler_rows(flight: Flight) -> list[tuple[SamplerState, int, int]]:
             found.extend((sampler, row.start + 1 + i, target) for i, target in enumerate(targets))
         if row.sample:
             score = 0 if completion.over else -1  # what has ended is not to be sampled
-            found.extend((state, seq.length + i, score) for i, state in enumerate((sampler, *entry.states)))
+            found.append((sampler, seq.length, score))
+            found.extend((state, seq.length + i, score) for i, state in enumerate(entry.states, 1))
     return found

@@ -355,7 +355,7 @@ class KVCache:
     def slots(self, spans: Iterable[tuple[int, int, int]]) -> I64:
         """int64[groups, tokens]: page * page_size + offset of tokens start..stop of each (row, start, stop); for recurrent groups
         the offset is 0. Loops over pages, never over tokens."""
-        size, page, found = self.page_size, self._tables.item, [list[int]() for _ in self._tables]
+        size, page, found = self.page_size, self._tables.item, [array("q") for _ in self._tables]
         for row, start, stop in spans:
             for g in self.paged:
                 at = start
@@ -366,7 +366,7 @@ class KVCache:
                     at = end
             for g in self.recurrent:
                 found[g].extend([page(g, row, 0) * size] * (stop - start))
-        return np.array(found, np.int64)
+        return np.frombuffer(bytearray().join(found), np.int64).reshape(len(found), -1)
 
     def check(self, streams: Iterable[Stream]) -> None:
         """Raises AssertionError unless the pages in use are exactly those of `streams`, and none is written while it is shared."""

@@ -30,7 +30,7 @@ COLUMNS: Mapping[str, str] = {
 """What SampleInputs holds one number a row of, and as what."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # as Batch made in every step; freezing them would double what they cost
 class SampleInputs:
     """How each sampled row is turned into a token (see ops.sample for the exact pipeline). R rows, CSR lists where ragged.
 
@@ -86,7 +86,7 @@ def _none() -> I32:
     return np.zeros(0, np.int32)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Batch:
     """One step. T tokens of S sequences, R sampled rows, P pooled rows, G groups, B blocks (longest table of the step).
 

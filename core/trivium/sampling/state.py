@@ -6,7 +6,6 @@ import copy
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import lru_cache
 from itertools import repeat
 from typing import Any, Protocol
 
@@ -94,6 +93,8 @@ class SamplerState:
         self._dry = dry and dry.copy()
         self._processors = processors
         self._prompt, self._output = prompt_ids, list[int]()
+        self._follows = self.seen is not None or dry is not None or bool(self._bad_words) or bool(processors)
+        self._min_tokens = params.min_tokens
         self._fixed_bias = _pairs(params.logit_bias or {})
         self._next_bias: tuple[Pairs | None] | None = None
         plain = {name: getattr(params, name, 0) for name in _ROW.names or ()}
@@ -104,17 +105,16 @@ class SamplerState:
 
     def append(self, token: int) -> None:
         """Takes note of a token that was made. InvalidRequestError if the grammar leaves no token behind it."""
-        if self._moves():
+        if self._follows or self.generated < self._min_tokens:
             self._next_bias = None
         self.generated += 1
-        if self.seen is not None:
-            self.seen.add(token)
-        if self._bad_words:
-            self._tail.append(token)
-        if self._dry is not None:
-            self._dry.append(token)
-        if self._processors:
+        if self._follows:
             self._output.append(token)
+            self._tail.append(token)
+            if self.seen is not None:
+                self.seen.add(token)
+            if self._dry is not None:
+                self._dry.append(token)
         if self._grammar is not None:
             self._grammar.accept(token)
             if not self._grammar.complete:
@@ -154,10 +154,14 @@ class SamplerState:
             self._next_bias = (self._make_bias(),)
         return self._next_bias[0]
 
+    @property
+    def settled(self) -> bool:
+        """Whether no token changes what is asked for the tokens behind it, ever again."""
+        return self._grammar is None and not self._moves()
+
     def _moves(self) -> bool:
-        """Whether the next token changes what is asked for the tokens behind it."""
-        growing = self.seen is not None or self._dry is not None or bool(self._bad_words) or bool(self._processors)
-        return growing or self.generated < self.params.min_tokens
+        """Whether the next token changes what is asked for the tokens behind it, apart from the grammar's mask."""
+        return self._follows or self.generated < self._min_tokens
 
     def _copy(self) -> SamplerState:
         twin = copy.copy(self)
@@ -233,24 +237,30 @@ def _masks(rows: Sequence[Row], vocab_size: int) -> Mask | None:
     return np.stack([everything if mask is None else mask for mask in masks])
 
 
-@lru_cache(maxsize=8)
-def _columns(packed: bytes, score_ids: tuple[int, ...]) -> dict[str, npt.NDArray[Any]]:
-    """The columns that don't change while the same sequences run; steps share them, so nobody can write to them."""
-    rows = np.frombuffer(packed, _ROW)
-    columns = {name: np.ascontiguousarray(rows[name]) for name in _ROW.names or ()} | {"score_ids": np.array(score_ids, np.int32)}
-    for column in columns.values():
-        column.setflags(write=False)
-    return columns
+def build_inputs(rows: Sequence[Row], vocab_size: int, kept: dict[Any, SampleInputs] | None = None) -> SampleInputs:
+    """The sampler's arrays for one step: a row is (state, position of the token to be made, id to score or -1). kept: the caller's
+    own; if the last step's rows are asked for again, and nothing but their positions can have changed, so are its arrays."""
+    states, positions, score_ids = zip(*rows) if rows else ((), (), ())
+    kept = {} if kept is None else kept
+    inputs = kept.get((states, score_ids))
+    if inputs is None:
+        kept.clear()
+        inputs = _make_inputs(rows, score_ids, vocab_size)
+        if all(state.settled for state in states):
+            kept[states, score_ids] = inputs
+    inputs.position = np.array(positions, np.int64)
+    return inputs
 
 
-def build_inputs(rows: Sequence[Row], vocab_size: int) -> SampleInputs:
-    """The sampler's arrays for one step: a row is (state, position of the token to be made, id to score or -1)."""
+def _make_inputs(rows: Sequence[Row], score_ids: Sequence[int], vocab_size: int) -> SampleInputs:
+    """All but the positions."""
+    packed = np.frombuffer(b"".join([state.packed for state, _, _ in rows]), _ROW)
+    columns = {name: np.ascontiguousarray(packed[name]) for name in _ROW.names or ()}
     seen = [(s.seen.ids, s.seen.counts) if score < 0 and s.seen is not None else None for s, _, score in rows]
     seen_starts, seen_ids, seen_counts = _ragged(seen, np.int32)
     bias_starts, bias_ids, bias = _ragged([s.bias() if score < 0 else None for s, _, score in rows], np.float32)
     return SampleInputs(
-        **_columns(b"".join([state.packed for state, _, _ in rows]), tuple([score for _, _, score in rows])),
-        position=np.array([position for _, position, _ in rows], np.int64),
+        **columns, position=np.zeros(0, np.int64), score_ids=np.array(score_ids, np.int32),
         seen_starts=seen_starts, seen_ids=seen_ids, seen_counts=seen_counts,
         bias_starts=bias_starts, bias_ids=bias_ids, bias=bias,
         mask=_masks(rows, vocab_size),

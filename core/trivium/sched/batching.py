@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
@@ -31,28 +32,28 @@ def sampled_rows(entry: Entry) -> RowMap:
 
 
 def make_batch(entries: Seq[Entry], rows: Seq[RowMap], kv: KVCache, sampling: SampleInputs) -> Batch:
-    """The arrays of a step whose pages are reserved. Loops over sequences, never over tokens, and makes each array once from a
-    list: numpy's own operations on a handful of numbers would cost more than they do."""
-    tokens: list[int] = []
-    positions: list[int] = []
-    wanted: list[int] = []
-    pool_rows: list[int] = []
-    query_starts, spans = [0], list[tuple[int, int, int]]()
+    """The arrays of a step whose pages are reserved. Loops over sequences, never over tokens, and makes one array of all that is
+    int32: numpy's own operations on a handful of numbers would cost more than they do."""
+    parts = tokens, positions, starts, ends, wanted, pool_rows = [array("i") for _ in range(6)]
+    starts.append(0)
+    spans, blocks = [], 1
     for (seq, start, count, _, draft, _), (first, scores, sample, pooled) in zip(entries, rows):
         known, offset = start + count, len(tokens) - start
-        tokens.extend(seq.tokens(start, known))
-        tokens.extend(draft)
+        tokens += seq.tokens(start, known)
         end = known + len(draft)
+        if draft:
+            tokens.extend(draft)
         positions.extend(range(start, end))
-        wanted.extend(range(first + offset, first + offset + scores))
-        wanted.extend(range(known + offset - 1, known + offset - 1 + sample))
-        pool_rows.extend(range(known + offset - pooled, known + offset))
-        query_starts.append(end + offset)
+        if scores:
+            wanted.extend(range(first + offset, first + offset + scores))
+        if sample:
+            wanted.extend(range(known + offset - 1, known + offset - 1 + sample))
+        if pooled:
+            pool_rows.extend(range(known + offset - pooled, known + offset))
+        starts.append(end + offset)
+        ends.append(end)
         spans.append((seq.row, start, end))
-    return Batch(
-        token_ids=np.array(tokens, np.int32), positions=np.array(positions, np.int32),
-        query_starts=np.array(query_starts, np.int32), context_lens=np.array([end for _, _, end in spans], np.int32),
-        block_tables=kv.block_tables([row for row, _, _ in spans], max(entry.seq.blocks for entry in entries)),
-        slot_mapping=kv.slots(spans), sample_rows=np.array(wanted, np.int32), sampling=sampling,
-        pool_rows=np.array(pool_rows, np.int32),
-    )  # fmt: skip
+        blocks = max(blocks, seq.blocks)
+    flat, stop = np.frombuffer(bytearray().join(parts), np.int32), 0
+    views = [flat[stop : (stop := stop + len(part))] for part in parts]
+    return Batch(*views[:4], kv.block_tables([row for row, _, _ in spans], blocks), kv.slots(spans), views[4], sampling, views[5])
