@@ -204,7 +204,7 @@ def test_a_rolled_back_step_leaves_everything_as_it_was(kind: str, ran: bool) ->
 
 def test_a_reservation_that_fails_halfway_is_undone() -> None:
     sim = make((None,), 40, 4, 40)
-    sim.add([1] * 9, 9, (0, 0, 0))
+    sim.add([1] * 8, 9, (0, 0, 0))
     sim.step()
     sim.add([2] * 9, 9, (0, 1, 0))
     before = sim.snapshot()
@@ -224,7 +224,7 @@ def test_a_reservation_that_fails_halfway_is_undone() -> None:
     sim.scheduler.kv.grow = grow  # type: ignore[method-assign]
     assert sim.snapshot()[0] == before[0]
     sim.scheduler.check()
-    assert np.count_nonzero(sim.scheduler.kv.pool.refs) == 3
+    assert np.count_nonzero(sim.scheduler.kv.pool.refs) == 2
 
 
 def simulate(seed: int, count: int, urgent: float, gap: float) -> tuple[Simulation, list[Sequence], dict[Sequence, float]]:

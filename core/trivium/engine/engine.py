@@ -313,18 +313,18 @@ class Engine:
         """What has landed becomes tokens and pages, which the next step builds on: it starts, and clients see the rest."""
         self.stats.steps += 1
         self._measure(flight, landed.now)
-        self._moved += self._each(flight, lambda part: self._settle(part, landed))
+        self._moved += self._each(flight, landed, self._settle)
         if following is not None:
             self._flight = self.runner.launch(following)
-        self._moved += self._each(flight, lambda part: self._commit(part, landed, flight.began))
+        self._moved += self._each(flight, landed, self._commit)
 
-    def _each(self, flight: Flight, do: Callable[[Part], bool]) -> list[Completion]:
+    def _each(self, flight: Flight, landed: Landed, do: Callable[[Part, Landed], bool]) -> list[Completion]:
         """Does something for every output that has not ended while the step was under way; a fault ends its request. Returns the
         outputs that moved, as `do` says."""
         moved = list[Completion]()
         for part in flight.parts:
             try:
-                if part.completion.finish_reason is None and do(part):
+                if part.completion.finish_reason is None and do(part, landed):
                     moved.append(part.completion)
             except Exception as fault:
                 moved += self._end(part.completion.request, "error", fault)
@@ -351,15 +351,16 @@ class Engine:
                 self.kv.tiers.prefill.add(tokens, now - flight.began)
             self.stats.tier_faults = self.kv.tiers.faults.count
 
-    def _commit(self, part: Part, landed: Landed, began: float) -> bool:
+    def _commit(self, part: Part, landed: Landed) -> bool:
         """What clients see of a step, and what that ends."""
         completion, entry, row, at, _ = part
         seq, request = entry.seq, completion.request
         complete = row.sample or seq.computed == seq.length
         if entry.hit is not None:
-            self._count_hit(request, completion.index, entry.hit, began)
-        for i in range(at, at + row.scores):
-            request.prompt_logprobs.append(self._logprobs(landed.sampled, i, completion.sampler.prompt_logprobs))
+            self._count_hit(request, completion.index, entry.hit, landed.began)
+        for i in range(at, at + row.scores) if row.scores else ():
+            asked = completion.sampler.prompt_logprobs
+            request.prompt_logprobs.append(self._logprobs(landed.sampled, i, asked) if asked >= 0 else None)
         at += row.scores
         if row.sample:
             self._show(completion, entry, landed, at)
@@ -367,7 +368,7 @@ class Engine:
             completion.finish("length")
         if complete and request.clock.prefill_done is None:
             request.clock.prefill_done = landed.now
-        if seq.pending < 2 and request.started < len(request.completions):
+        if request.started < len(request.completions) and seq.pending < 2:
             for other in request.completions[1:]:
                 self.scheduler.fork(seq, other.seq)
             request.started, seq.fork_at = len(request.completions), 0
@@ -380,7 +381,8 @@ class Engine:
     def _show(self, completion: Completion, entry: Entry, landed: Landed, at: int) -> None:
         """Accepts the tokens that grew from rows `at` and following, up to one that ends the output."""
         for row, token in enumerate(completion.unseen(), at):
-            completion.accept(token, self._logprobs(landed.sampled, row, completion.sampler.logprobs), landed.now)
+            asked = completion.sampler.logprobs
+            completion.accept(token, self._logprobs(landed.sampled, row, asked) if asked >= 0 else None, landed.now)
             self.stats.generated_tokens += 1
             if completion.finish_reason is not None:
                 break
@@ -397,10 +399,8 @@ class Engine:
         stats.restores_chosen += host + disk > 0
         stats.recomputes_chosen += hit.declined > 0
 
-    def _logprobs(self, sampled: Sampled, row: int, alternatives: int) -> TokenLogprobs | None:
-        """The token of a sampled row and its `alternatives` (-1: nothing was asked for); BackendError if they make no sense."""
-        if alternatives < 0:
-            return None
+    def _logprobs(self, sampled: Sampled, row: int, alternatives: int) -> TokenLogprobs:
+        """The token of a sampled row and its `alternatives`; BackendError if they make no sense."""
         ids, logprobs, ranks, top_ids, top_logprobs = sampled
         if logprobs is None or ranks is None or top_ids is None or top_logprobs is None:
             raise BackendError(f"backend {self.model.backend.name!r} returned no logprobs for a row that asked for them")
@@ -437,18 +437,16 @@ class Engine:
 
     def _report(self, moved: list[Completion]) -> list[RequestOutput]:
         """News of the requests that `moved` belong to; forgets those that have finished."""
-        by_request: dict[int, list[Completion]] = {}
-        for completion in dict.fromkeys(c for c in moved if c.request.id in self._requests):
-            by_request.setdefault(completion.request.id, []).append(completion)
-        now = self._clock()
-        outputs = []
-        for number in sorted(by_request):
-            request = self._requests[number]
-            if request.finished:
+        news: dict[int, dict[Completion, None]] = {}
+        for completion in moved:
+            request = completion.request
+            if request.id in self._requests and (request.stream or request.finished):
+                news.setdefault(request.id, {})[completion] = None
+        outputs = [self._requests[number].output(list(news[number]), self._clock) for number in sorted(news)]
+        for output in outputs:
+            if output.finished:
                 self.stats.finished_requests += 1
-                del self._requests[number]
-            if request.stream or request.finished:
-                outputs.append(request.output(by_request[number], now))
+                del self._requests[output.request_id]
         if not self._requests:
             self.kv.check_idle()
         return outputs

@@ -166,7 +166,8 @@ class Clock:
             self.later_tokens += 1
             self.gaps += now != previous  # tokens of one step have one time
             self.gap_time += now - previous
-        self.last_token = max(now, self.last_token or now)
+        if self.last_token is None or now > self.last_token:
+            self.last_token = now
 
     def metrics(self, now: float) -> Metrics:
         """The figures of a request that ends now."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -27,23 +27,31 @@ class Text:
         self.parts: list[str] = []
         self.matched: str | None = None
         """The stop string that ended the text."""
+        self._held: list[int] = []
         self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=params.skip_special_tokens)
         self._matcher = StopMatcher(params.stop, include_stop=params.include_stop_str_in_output) if params.stop else None
 
-    def push(self, token: int, *, watch: bool) -> None:
-        """Adds a token; `watch`: stop strings count from here on."""
-        self._add(self._detokenizer.push(token), watch)
+    def push(self, token: int, *, watch: bool, stream: bool) -> None:
+        """Adds a token; `watch`: stop strings count from here on; `stream`: it is wanted at once, not only at the end."""
+        self._held.append(token)
+        if stream or self._matcher is not None:
+            self._add(self._decode(), watch)
 
-    def finish(self, *, watch: bool) -> None:
-        """Lets go of what was held back. Not to be called after a match."""
-        self._add(self._detokenizer.finish(), watch)
-        if self._matcher is not None:
+    def finish(self, *, watch: bool, broken: bool) -> None:
+        """Lets go of what was held back, unless it ends as `broken`. Not to be called after a match."""
+        self._add(self._decode() + ("" if broken else self._detokenizer.finish()), watch)
+        if self._matcher is not None and not broken:
             self.parts.append(self._matcher.finish())
             self.matched = self._matcher.matched
 
     def show(self, ids: frozenset[int]) -> None:
         """Special tokens that stay visible. To be called before the first token."""
         self._detokenizer.show(ids)
+
+    def _decode(self) -> str:
+        """Text of the tokens that were pushed since; also if that fails, they are done with."""
+        held, self._held = self._held, []
+        return self._detokenizer.push(*held)
 
     def _add(self, piece: str, watch: bool) -> None:
         if self._matcher is not None and watch:
@@ -83,8 +91,8 @@ class Completion:
         for right, token in enumerate(drawn):
             self.seq.append(token)
             self.sampler.append(token)
-            full, ends = self.seq.length == self.seq.limit, self._is_end(token, self.sampler.generated)
-            self.over = full or ends or self.sampler.complete
+            ends = token in self.request.end_ids and self.sampler.generated > self.request.params.min_tokens
+            self.over = ends or self.seq.length == self.seq.limit or self.sampler.complete
             if self.over or right == len(draft) or token != draft[right]:
                 break
         return right
@@ -110,9 +118,9 @@ class Completion:
         self.request.clock.token(now, self.last_token)
         self.last_token = now
         watch = len(self.token_ids) > params.min_tokens
-        ends = self._is_end(token, len(self.token_ids))
+        ends = watch and token in self.request.end_ids
         if not ends or params.include_stop_str_in_output:
-            self._text.push(token, watch=watch)
+            self._text.push(token, watch=watch, stream=self.request.stream)
         if self._text.matched is not None:
             self.finish("stop")
         elif ends:
@@ -123,13 +131,10 @@ class Completion:
         elif len(self.token_ids) >= self.request.max_tokens:
             self.finish("length")
 
-    def _is_end(self, token: int, made: int) -> bool:
-        return made > self.request.params.min_tokens and token in self.request.end_ids
-
     def finish(self, reason: str) -> None:
         """Ends the output; text that was held back comes out, and may still complete a stop string."""
-        if self._text.matched is None and reason != "error":
-            self._text.finish(watch=len(self.token_ids) > self.request.params.min_tokens)
+        if self._text.matched is None:
+            self._text.finish(watch=len(self.token_ids) > self.request.params.min_tokens, broken=reason == "error")
         if self._text.matched is not None and reason in ("stop", "length"):
             reason, self.stop_reason = "stop", self._text.matched
         self.finish_reason, self.over = reason, True
@@ -185,9 +190,9 @@ class Request:
 
     @property
     def finished(self) -> bool:
-        return all(completion.finish_reason is not None for completion in self.completions)
+        return None not in [completion.finish_reason for completion in self.completions]
 
-    def output(self, moved: list[Completion], now: float) -> RequestOutput:
+    def output(self, moved: list[Completion], clock: Callable[[], float]) -> RequestOutput:
         """News for the client: the outputs that moved, or all of them if it doesn't stream."""
         output = RequestOutput(
             self.id, self.prompt_ids, [c.output() for c in moved] if self.stream else self._outputs(), self.finished
@@ -195,7 +200,7 @@ class Request:
         output.prompt_logprobs = None if self.params.prompt_logprobs is None else self.prompt_logprobs
         output.error, output.client_id = self.error, self.client_id
         if output.finished:
-            output.metrics = self.clock.metrics(now)
+            output.metrics = self.clock.metrics(clock())
             output.embedding = None if self.pool is None else self.pool.result()
         return output
 

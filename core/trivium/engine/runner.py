@@ -96,12 +96,13 @@ class Flight:
 
 
 class Landed(NamedTuple):
-    """What a step gave: what was sampled, its ids, the pooled rows' hidden states (None: there are none), when, and how long it
-    took."""
+    """What a step gave: what was sampled, its ids, the pooled rows' hidden states (None: there are none), when it began and ended,
+    and how long the device took."""
 
     sampled: Sampled
     ids: list[int]
     hidden: F32 | None
+    began: float
     now: float
     seconds: float
 
@@ -181,7 +182,7 @@ class Runner:
             hidden = self._hidden(flight, flight.step)
         finally:
             now = self.charge(flight)
-        return Landed(sampled, self._check_sampled(sampled, flight), hidden, now, now - started)
+        return Landed(sampled, self._check_sampled(sampled, flight), hidden, flight.began, now, now - started)
 
     def charge(self, flight: Flight) -> float:
         """Counts the device's time up to now, which is returned."""

@@ -10,6 +10,7 @@ import numpy as np
 
 from trivium.kv import KVCache
 from trivium.ops import Batch, SampleInputs
+from trivium.ops.batch import I32
 from trivium.sched.scheduler import Entry
 
 
@@ -54,6 +55,8 @@ def make_batch(entries: Seq[Entry], rows: Seq[RowMap], kv: KVCache, sampling: Sa
         ends.append(end)
         spans.append((seq.row, start, end))
         blocks = max(blocks, seq.blocks)
-    flat, stop = np.frombuffer(bytearray().join(parts), np.int32), 0
-    views = [flat[stop : (stop := stop + len(part))] for part in parts]
-    return Batch(*views[:4], kv.block_tables([row for row, _, _ in spans], blocks), kv.slots(spans), views[4], sampling, views[5])
+    flat: I32 = np.frombuffer(bytearray().join(parts), np.int32)
+    stop = 0
+    made = [flat[stop : (stop := stop + len(part))] for part in parts]
+    tables = kv.block_tables([row for row, _, _ in spans], blocks)
+    return Batch(made[0], made[1], made[2], made[3], tables, kv.slots(spans), made[4], sampling, made[5], flat[:0])

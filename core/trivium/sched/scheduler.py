@@ -74,7 +74,8 @@ class Entry(NamedTuple):
 @dataclass
 class StepPlan:
     """What one step does. Making it changes nothing; `copies` (to be made before it runs) and `undo` (entry, blocks it had, copies)
-    are filled while Scheduler.reserve() applies it. spare_tokens, spare_pages: what nobody in this step uses or waits for."""
+    are filled while Scheduler.reserve() applies it, undo with what it changes. spare_tokens, spare_pages: what nobody in this step
+    uses or waits for."""
 
     entries: list[Entry] = field(default_factory=list)
     preempted: list[Sequence] = field(default_factory=list)
@@ -169,9 +170,11 @@ class Scheduler:
         """Admits and reserves what the plan needs, once its preempted sequences are: see preempt(). What it did is undone by
         roll_back()."""
         for entry in plan.entries:
-            plan.undo.append((entry, entry.seq.blocks if entry.seq.row >= 0 else -1, []))
-            if entry.hit is not None:
-                self._admit(entry.seq, entry.hit)
+            seq, _, _, hit, _, _ = entry
+            if hit is not None or not self.kv.holds(seq, entry.start + entry.tokens + len(entry.draft)):
+                plan.undo.append((entry, seq.blocks if seq.row >= 0 else -1, []))
+                if hit is not None:
+                    self._admit(seq, hit)
         for entry, _, copies in plan.undo:
             if entry.hit is not None:
                 self.kv.fill(entry.seq, entry.hit)
@@ -181,16 +184,16 @@ class Scheduler:
     def roll_back(self, plan: StepPlan, *, ran: bool) -> None:
         """Undoes reserve(), also one that failed halfway, for all that have not ended. `ran`: the pages written in this step may
         hold anything by now."""
-        alive = [undo for undo in plan.undo if undo[0].seq.running]
-        for entry, blocks, copies in reversed(alive):
+        for entry, blocks, copies in reversed([undo for undo in plan.undo if undo[0].seq.running]):
             if entry.hit is not None:
                 self.preempt(entry.seq)
             elif blocks < 0:
                 self.kv.release(entry.seq)
             else:
                 self.kv.shrink(entry.seq, blocks, copies)
-        for entry, _, _ in alive if ran else ():  # once all copies are undone: this may give pages away
-            self.kv.rewind(entry.seq)
+        for entry in plan.entries if ran else ():  # once all copies are undone: this may give pages away
+            if entry.seq.running:
+                self.kv.rewind(entry.seq)
         plan.undo.clear()
 
     def preempt(self, seq: Sequence) -> None:
@@ -246,7 +249,7 @@ class _Planner:
 
     def plan(self, running: Seq[Sequence], waiting: Seq[Sequence]) -> StepPlan:
         candidates = takewhile(lambda _: self.open, waiting)  # once one was not admitted, the others needn't be looked at
-        for seq in merge(running, candidates, key=_order):
+        for seq in merge(running, candidates, key=_order) if waiting else running:
             if not seq.running:
                 self.open = self.open and self._admit(seq)
             elif seq not in self.draft.preempted:
@@ -255,9 +258,10 @@ class _Planner:
         return self.draft
 
     def _continue(self, seq: Sequence) -> None:
-        if not seq.pending or seq.computed == seq.fork_at > 0:
+        pending = seq.length - seq.computed
+        if not pending or seq.computed == seq.fork_at > 0:
             return  # its end is under way, or it waits for its siblings
-        decode = seq.pending == 1
+        decode = pending == 1
         if decode and self.kv.holds(seq, seq.length):
             self.draft.entries.append(Entry(seq, seq.computed, 1))
             return

@@ -27,11 +27,10 @@ class Detokenizer:
         """Special tokens that are not to be hidden: markers that a later stage must see."""
         self._hidden -= ids
 
-    def push(self, token_id: int) -> str:
-        """Text that is complete with this token; "" while a character is unfinished or the token is hidden."""
-        if token_id in self._hidden:
-            return ""
-        return self._trim(self._utf8.decode(self._tokenizer.token_bytes(token_id)))
+    def push(self, *token_ids: int) -> str:
+        """Text that is complete with these tokens; "" while a character is unfinished or the tokens are hidden."""
+        shown = [self._tokenizer.token_bytes(token_id) for token_id in token_ids if token_id not in self._hidden]
+        return self._trim(self._utf8.decode(b"".join(shown)))
 
     def finish(self) -> str:
         """The rest: U+FFFD if the sequence ends inside a character, else ""."""

@@ -88,7 +88,7 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of `ids`, nothing added between tokens; bytes that form no character become U+FFFD."""
         stream = Detokenizer(self, skip_special_tokens=skip_special_tokens)
-        return "".join([stream.push(token_id) for token_id in ids]) + stream.finish()
+        return stream.push(*ids) + stream.finish()
 
     def tokens(self) -> dict[str, int]:
         """Every token as the vocabulary spells it, with its id."""
