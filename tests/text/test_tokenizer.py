@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 from awkward_strings import awkward_strings
 from tiny_tokenizers import byte_level_data, byte_level_gguf, gguf_data, sentencepiece_gguf, sentencepiece_vocabulary
 
 from trivium.errors import CheckpointError, InvalidRequestError, UnsupportedError
-from trivium.text import Tokenizer
+from trivium.text import Tokenizer, gguf
 
 
 def test_importing_the_package_loads_no_tokenizer_library_and_no_jinja() -> None:
@@ -170,7 +171,45 @@ def test_metadata_that_cannot_be_true_is_refused(changes: dict[str, object], err
     with pytest.raises(error, match=words):
         Tokenizer.from_data(
             gguf_data(**({"model": "llama", "tokens": ["<unk>", "a"], "token_type": [2, 1], "scores": [0.0, 0.0]} | changes))
-        )
+        ).check()
+
+
+MERGING = {"model": "gpt2", "tokens": ["a", "b", "ab", "abb"], "token_type": [1] * 4}
+
+
+@pytest.mark.parametrize(
+    "merges", [["a b", "ab"], ["a b", "a b b", "ab"], ["a b", "ab  b"], ["a b", "b a"], ["a b", "c b"], ["a b", ""]]
+)
+def test_merges_that_cannot_be_are_found_before_a_text_is_encoded(merges: list[str]) -> None:
+    tokenizer = Tokenizer.from_data(gguf_data(**MERGING, merges=merges))
+    with pytest.raises(CheckpointError, match=r"merge \d"):
+        tokenizer.check()
+    with pytest.raises(CheckpointError, match=r"merge \d"):
+        tokenizer.encode("ab")
+
+
+@pytest.mark.parametrize(
+    "data", [byte_level_gguf(), sentencepiece_gguf(), sentencepiece_gguf(model="llama")], ids=["bytes", "gemma", "llama"]
+)
+def test_what_is_known_before_the_tokenizer_is_built_is_what_the_built_one_says(data: dict[str, Any]) -> None:
+    words = gguf.Vocabulary(data["metadata"])
+    backend = words.build()
+    assert words.vocab == backend.get_vocab()
+    added = {i: (t.content, t.special) for i, t in backend.get_added_tokens_decoder().items()}
+    assert words.added == added
+    state = json.loads(backend.decoder.__getstate__())
+    for step, theirs in zip(words.decoder.get("decoders", [words.decoder]), state.get("decoders", [state]), strict=True):
+        assert step.items() <= theirs.items()
+
+
+def test_ids_become_text_without_building_what_encodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    built = Tokenizer.from_data(byte_level_gguf())
+    ids = built.encode("the quick brown fox, 中文 😀")
+    monkeypatch.setattr(gguf.Vocabulary, "build", lambda self: pytest.fail("it was built"))
+    tokenizer = Tokenizer.from_data(byte_level_gguf())
+    tokenizer.check()
+    assert tokenizer.decode(ids) == "the quick brown fox, 中文 😀"
+    assert (tokenizer.vocab_size, tokenizer.eos_ids, tokenizer.special_ids) == (built.vocab_size, built.eos_ids, built.special_ids)
 
 
 def test_an_unknown_pretokenizer_is_refused_with_near_names() -> None:

@@ -254,3 +254,17 @@ def test_extreme_numbers_anywhere_give_only_our_errors(small_gguf: bytes, tmp_pa
 def test_the_undamaged_file_of_the_fuzz_tests_is_read(small_gguf: bytes, tmp_path: Path) -> None:
     (tmp_path / "m.gguf").write_bytes(small_gguf)
     read_all(tmp_path / "m.gguf")
+
+
+def strings_file(path: Path, strings: list[str]) -> Path:
+    """A GGUF file with one list of strings and a number behind it, written by the format's description."""
+    head = b"GGUF" + struct.pack("<IQQ", 3, 0, 2)
+    listed = string("list") + struct.pack("<IIQ", 9, 8, len(strings)) + b"".join(map(string, strings))
+    path.write_bytes(head + listed + string("after") + struct.pack("<II", 4, 77))
+    return path
+
+
+@given(st.lists(st.text("ab\0\n \u2581é😀", max_size=12) | st.sampled_from(["", "x" * 255, "y" * 256, "\0" * 9]), max_size=40))
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_lists_of_strings_are_read_whatever_is_in_them(tmp_path: Path, strings: list[str]) -> None:
+    assert GGUFFile(strings_file(tmp_path / "m.gguf", strings)).metadata == {"list": strings, "after": 77}

@@ -191,6 +191,7 @@ def _load_into(
 ) -> Loaded:
     options, fingerprint = p.options, p.checkpoint.fingerprint
     weights = _load_weights(session, p, progress)
+    tokenizer.check()  # while the backend may still be busy with the weights
     kv_dtype = p.capabilities.kv_dtypes[0] if options.kv_dtype == "auto" else options.kv_dtype
     spec = plan_groups(p.program.states, _page_size(p.capabilities.page_sizes, options.block_size), kv_dtype)
     pages, max_model_len = _pool_size(session, spec, p)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
+from operator import add
 from typing import TYPE_CHECKING, Any
 
 from trivium.errors import CheckpointError, UnsupportedError
@@ -14,22 +16,25 @@ if TYPE_CHECKING:
 _BLANK = "\u2581"  # how SentencePiece writes a space
 _ROLES = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token", "seperator": "sep_token"}
 _ENDS = ("eot", "eom")  # of turn and of message
+_KINDS = ("gpt2", "llama", "gemma4")  # the first is byte-level, the others are SentencePiece's
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # values of `tokenizer.ggml.token_type`
 
 
-class _Vocabulary:
+class Vocabulary:
     """The metadata, checked: tokens, types and scores are equally many, ids lie inside. CheckpointError for what can't be true,
-    UnsupportedError for kinds that generate no text. found: all values by key, without the prefix."""
+    UnsupportedError for kinds that generate no text. found: all values by key, without the prefix. added: the control tokens, which
+    are special, and the user-defined ones, as (text, special) by id."""
 
     def __init__(self, metadata: Mapping[str, Any]) -> None:
         self.found = found = {key.removeprefix("tokenizer.ggml."): value for key, value in metadata.items()}
         self.model, self.pre = str(found.get("model", "")), str(found.get("pre", "default"))
-        if self.model not in _BUILDERS:
-            known = ", ".join(_BUILDERS)
+        if self.model not in _KINDS:
+            known = ", ".join(_KINDS)
             raise UnsupportedError(f"the file's tokenizer is of kind {self.model!r} (tokenizer.ggml.model); supported are {known}")
-        self.tokens = [str(token) for token in found.get("tokens", ())]
+        self.cuts = splits(self.pre) if self.model == "gpt2" else []
+        self.tokens = list(map(str, found.get("tokens", ())))
         count = len(self.tokens)
-        self.types = [int(kind) for kind in found.get("token_type", ())] or [_NORMAL] * count
+        self.types = list(map(int, found.get("token_type", ()))) or [_NORMAL] * count
         self.scores: Sequence[float] = found.get("scores", [0.0] * count)
         if not count or not len(self.types) == len(self.scores) == count:
             counts = f"{count} tokens, {len(self.types)} types and {len(self.scores)} scores"
@@ -38,11 +43,46 @@ class _Vocabulary:
         for key, token_id in self.ids.items():
             if not 0 <= token_id < count:
                 raise CheckpointError(f"the file's tokenizer says {key} is token {token_id}, but has {count} tokens")
-        self.merges = [tuple(merge.split(" ")) for merge in found.get("merges", ())]
-        for i, merge in enumerate(self.merges):
+        named, special = set(self.ids.values()), (_CONTROL, _UNKNOWN)
+        marked = [i for i, kind in enumerate(self.types) if kind in (_CONTROL, _UNKNOWN, _USER_DEFINED) or i in named]
+        texts = [(i, self.tokens[i]) for i in marked if self.tokens[i].strip(" ")]
+        if self.model != "gpt2":
+            self.tokens = [_BLANK * len(token) if token and not token.strip(" ") else token for token in self.tokens]
+        self.vocab = dict(zip(self.tokens, range(count)))
+        self.added = {self.vocab[text]: (text, self.types[i] in special or i in named) for i, text in texts}
+
+    @property
+    def decoder(self) -> dict[str, Any]:
+        """How tokens become text, as tokenizer.json says it."""
+        if self.model == "gpt2":
+            return {"type": "ByteLevel"}
+        blanks = {"type": "Replace", "pattern": {"String": _BLANK}, "content": " "}
+        strip = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if self.prefix else []
+        return {"decoders": [blanks, {"type": "ByteFallback"}, {"type": "Fuse"}, *strip]}
+
+    @property
+    def prefix(self) -> bool:
+        """Whether SentencePiece puts a blank before a text."""
+        return self.model == "llama" and self.found.get("add_space_prefix") is not False
+
+    def check(self) -> None:
+        """CheckpointError unless each merge has two parts, which are tokens and make one."""
+        listed = self.found.get("merges", ())
+        parts = " ".join(listed).split(" ") if listed else []
+        needed = itertools.chain({*parts}, map(add, parts[::2], parts[1::2]))
+        if {text.count(" ") for text in listed} <= {1} and all(parts) and all(map(self.vocab.__contains__, needed)):
+            return
+        for i, text in enumerate(listed):
+            merge = text.split(" ")
             if len(merge) != 2 or not all(merge):
-                text = " ".join(merge)
                 raise CheckpointError(f"merge {i} of the file's tokenizer is {text!r}; expected are two parts and a blank between")
+            if not self.vocab.keys() >= {*merge, "".join(merge)}:
+                raise CheckpointError(f"the file's tokenizer can't be built: merge {i}, {text!r}, is not one of tokens to a token")
+
+    def merges(self) -> list[tuple[str, str]]:
+        """The merges, which must have been checked."""
+        parts = " ".join(self.found.get("merges", ())).split(" ")
+        return list(zip(parts[::2], parts[1::2]))
 
     def config(self) -> dict[str, Any]:
         """What tokenizer_config.json would say. A prompt gets BOS and EOS as the file says, else as its kind of vocabulary does."""
@@ -55,58 +95,49 @@ class _Vocabulary:
         roles = {role: self.tokens[self.ids[key]] for key, role in _ROLES.items() if key in self.ids}
         return {**roles, **adds, "chat_template": templates}
 
+    def ends(self) -> set[int]:
+        """The tokens that end a turn or a message."""
+        return {self.ids[key] for key in _ENDS if key in self.ids}
 
-def read(metadata: Mapping[str, Any]) -> tuple[Tokenizer, dict[str, Any], set[int]]:
-    """The tokenizer, with its control tokens special and its user-defined tokens added; what tokenizer_config.json would say; and
-    the tokens that end a turn or a message."""
-    from tokenizers import AddedToken
+    def build(self) -> Tokenizer:
+        """The tokenizer, which takes most of the time."""
+        from tokenizers import AddedToken
 
-    vocabulary = _Vocabulary(metadata)
-    try:
-        backend = _BUILDERS[vocabulary.model](vocabulary)
-    except UnsupportedError:
-        raise
-    except Exception as error:  # the tokenizers package raises plain Exception
-        raise CheckpointError(f"the file's tokenizer can't be built: {error}") from error
-    added, named = [], set(vocabulary.ids.values())
-    for index, (token, kind) in enumerate(zip(vocabulary.tokens, vocabulary.types)):
-        special = kind in (_CONTROL, _UNKNOWN) or index in named
-        if (special or kind == _USER_DEFINED) and token.strip(" "):
-            added.append(AddedToken(token, normalized=False, special=special))
-    backend.add_tokens(added)
-    return backend, vocabulary.config(), {vocabulary.ids[key] for key in _ENDS if key in vocabulary.ids}
+        self.check()
+        try:
+            backend = _byte_level(self) if self.model == "gpt2" else _sentencepiece(self)
+        except Exception as error:  # the tokenizers package raises plain Exception
+            raise CheckpointError(f"the file's tokenizer can't be built: {error}") from error
+        added = sorted(self.added.items())
+        backend.add_tokens([AddedToken(text, normalized=False, special=special) for _, (text, special) in added])
+        return backend
 
 
-def _byte_level(vocabulary: _Vocabulary) -> Tokenizer:
+def _byte_level(vocabulary: Vocabulary) -> Tokenizer:
     from tokenizers import Regex, Tokenizer, decoders, models
     from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
 
-    vocab = {token: index for index, token in enumerate(vocabulary.tokens)}
-    cuts = [Split(Regex(pattern), behavior="isolated") for pattern in splits(vocabulary.pre)]
-    backend = Tokenizer(models.BPE(vocab=vocab, merges=vocabulary.merges, ignore_merges=vocabulary.pre in WHOLE_WORDS_FIRST))
+    cuts = [Split(Regex(pattern), behavior="isolated") for pattern in vocabulary.cuts]
+    whole = vocabulary.pre in WHOLE_WORDS_FIRST
+    backend = Tokenizer(models.BPE(vocab=vocabulary.vocab, merges=vocabulary.merges(), ignore_merges=whole))
     prefix = bool(vocabulary.found.get("add_space_prefix"))
     backend.pre_tokenizer = Sequence([*cuts, ByteLevel(add_prefix_space=prefix, use_regex=False)])
     backend.decoder = decoders.ByteLevel()
     return backend
 
 
-def _sentencepiece(vocabulary: _Vocabulary) -> Tokenizer:
+def _sentencepiece(vocabulary: Vocabulary) -> Tokenizer:
     from tokenizers import Tokenizer, decoders, models, normalizers
 
-    tokens = [_BLANK * len(token) if token and not token.strip(" ") else token for token in vocabulary.tokens]
+    tokens = vocabulary.tokens
     unknown = tokens[vocabulary.ids["unknown"]] if "unknown" in vocabulary.ids else None
-    merges = vocabulary.merges or derive_merges(tokens, vocabulary.types, vocabulary.scores)
-    vocab = {token: index for index, token in enumerate(tokens)}
-    backend = Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
-    prefix = vocabulary.model == "llama" and vocabulary.found.get("add_space_prefix") is not False
+    merges = vocabulary.merges() or derive_merges(tokens, vocabulary.types, vocabulary.scores)
+    backend = Tokenizer(models.BPE(vocab=vocabulary.vocab, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
     blanks = normalizers.Replace(" ", _BLANK)
-    backend.normalizer = normalizers.Sequence([normalizers.Prepend(_BLANK), blanks]) if prefix else blanks
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend(_BLANK), blanks]) if vocabulary.prefix else blanks
     steps = [decoders.Replace(_BLANK, " "), decoders.ByteFallback(), decoders.Fuse()]
-    backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefix else steps)
+    backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if vocabulary.prefix else steps)
     return backend
-
-
-_BUILDERS = {"gpt2": _byte_level, "llama": _sentencepiece, "gemma4": _sentencepiece}
 
 
 def derive_merges(tokens: Sequence[str], types: Sequence[int], scores: Sequence[float]) -> list[tuple[str, str]]:

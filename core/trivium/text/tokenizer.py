@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trivium.errors import CheckpointError, InvalidRequestError, TemplateError, UnsupportedError
 from trivium.text import gguf
@@ -19,6 +20,19 @@ _ROLES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_
 _TURN_ENDS = {"<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>", "<|return|>", "<|call|>", "<|endoftext|>"}
 
 
+class _Known(NamedTuple):
+    """What is known of a tokenizer before it is built: ids of tokens and tokens of ids, added tokens by id as (text, special), the
+    decoder as tokenizer.json says it, and the largest id + 1. check: raises what build() would."""
+
+    token_id: Callable[[str], int | None]
+    token: Callable[[int], str | None]
+    added: Mapping[int, tuple[str, bool]]
+    decoder: Mapping[str, Any]
+    size: int
+    build: Callable[[], tokenizers.Tokenizer]
+    check: Callable[[], object]
+
+
 class Tokenizer:
     """One model's tokenizer.
 
@@ -27,28 +41,19 @@ class Tokenizer:
     ids that `decode` hides by default.
     """
 
-    def __init__(
-        self, backend: tokenizers.Tokenizer, config: Mapping[str, Any], template: str | None, end_ids: set[int]
-    ) -> None:  # fmt: skip
+    def __init__(self, known: _Known, config: Mapping[str, Any], template: str | None, end_ids: set[int]) -> None:
         """config: as tokenizer_config.json. template: the default one, if not the one in `config`. end_ids: of turn or message."""
-        tokens = {role: token for role in _ROLES if (token := _content(config.get(role)))}
-        self.named_tokens = {role: token for role, token in tokens.items() if backend.token_to_id(token) is not None}
-        _add_configured_tokens(backend, config, self.named_tokens)
+        self._known, self._config = known, config
+        self.named_tokens = _named(config, known.token_id)
         bos, eos = (self.named_tokens.get(role) for role in ("bos_token", "eos_token"))
-        if "add_bos_token" in config or "add_eos_token" in config or backend.post_processor is None:
-            ends = bos if config.get("add_bos_token") else None, eos if config.get("add_eos_token") else None
-            backend.post_processor = _surround(backend, *ends)
-        self._backend = backend
         self._bytes: dict[int, bytes] = {}
         self._compiled: dict[str, ChatTemplate] = {}
         self._templates = _templates(config.get("chat_template"), template)
-        self._spelling = _Spelling(backend)
-        added = backend.get_added_tokens_decoder()
-        self._added = {index: token.content for index, token in added.items()}
-        self.special_ids = frozenset(index for index, token in added.items() if token.special)
-        self.vocab_size = max(backend.get_vocab().values(), default=-1) + 1
-        self.bos_id = backend.token_to_id(bos) if bos else None
-        self._adds_bos = self.bos_id is not None and backend.encode("").ids[:1] == [self.bos_id]
+        self._spelling = _Spelling(known.decoder)
+        self._added = {index: text for index, (text, _) in known.added.items()}
+        self.special_ids = frozenset(index for index, (_, special) in known.added.items() if special)
+        self.vocab_size = known.size
+        self.bos_id = known.token_id(bos) if bos else None
         separates = {"<|end|>"} if "<|return|>" in self._added.values() else set()  # the messages of one answer
         turns = {i for i in self.special_ids if self._added[i] in _TURN_ENDS - separates}
         self.eos_ids = frozenset(end_ids | turns | {i for i, text in self._added.items() if text == eos})
@@ -57,15 +62,35 @@ class Tokenizer:
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> Tokenizer:
-        """A tokenizer from what `Checkpoint.tokenizer_data()` returns: kind "json" or "gguf".
+        """A tokenizer from what `Checkpoint.tokenizer_data()` returns: kind "json" or "gguf". What encodes is made when a text is
+        first encoded, where the rest can be known without it; check() finds what is wrong with it.
 
         Raises CheckpointError for damaged data and UnsupportedError for a kind that is not known.
         """
         if data["kind"] == "gguf":
-            backend, config, ends = gguf.read(data["metadata"])
-        else:
-            backend, config, ends = _read_json(data["tokenizer_json"]), data.get("config") or {}, set()
-        return cls(backend, config, data.get("chat_template"), ends)
+            words = gguf.Vocabulary(data["metadata"])
+            find = words.tokens.__getitem__
+            known = _Known(words.vocab.get, find, words.added, words.decoder, len(words.tokens), words.build, words.check)
+            return cls(known, words.config(), data.get("chat_template"), words.ends())
+        config = data.get("config") or {}
+        return cls(_read_json(data["tokenizer_json"], config), config, data.get("chat_template"), set())
+
+    def check(self) -> None:
+        """Raises what encoding would, for whatever text, because of what the tokenizer is made from."""
+        self._known.check()
+
+    @cached_property
+    def _backend(self) -> tokenizers.Tokenizer:
+        backend, config = self._known.build(), self._config
+        bos, eos = (self.named_tokens.get(role) for role in ("bos_token", "eos_token"))
+        if "add_bos_token" in config or "add_eos_token" in config or backend.post_processor is None:
+            ends = bos if config.get("add_bos_token") else None, eos if config.get("add_eos_token") else None
+            backend.post_processor = _surround(backend, *ends)
+        return backend
+
+    @cached_property
+    def _adds_bos(self) -> bool:
+        return self.bos_id is not None and self._backend.encode("").ids[:1] == [self.bos_id]
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`. Special tokens written in the text become their ids, as with Hugging Face tokenizers.
@@ -100,7 +125,7 @@ class Tokenizer:
         if known is None:
             if not 0 <= token_id < self.vocab_size:
                 raise InvalidRequestError(f"token id {token_id} is outside the vocabulary; ids are 0 to {self.vocab_size - 1}")
-            text = self._backend.id_to_token(int(token_id)) or ""
+            text = self._known.token(int(token_id)) or ""
             known = self._bytes[token_id] = self._spelling.spell(text, added=token_id in self._added)
         return known
 
@@ -151,7 +176,7 @@ class Tokenizer:
         return self._compiled[source]
 
 
-def _read_json(text: str) -> tokenizers.Tokenizer:
+def _read_json(text: str, config: Mapping[str, Any]) -> _Known:
     import tokenizers
 
     try:
@@ -160,7 +185,17 @@ def _read_json(text: str) -> tokenizers.Tokenizer:
         raise CheckpointError(f"tokenizer.json can't be read: {error}") from error
     backend.no_truncation()
     backend.no_padding()
-    return backend
+    _add_configured_tokens(backend, config, _named(config, backend.token_to_id))
+    decoder = json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else {}
+    added = {index: (token.content, token.special) for index, token in backend.get_added_tokens_decoder().items()}
+    size = max(backend.get_vocab().values(), default=-1) + 1
+    return _Known(backend.token_to_id, backend.id_to_token, added, decoder, size, lambda: backend, lambda: None)
+
+
+def _named(config: Mapping[str, Any], token_id: Callable[[str], int | None]) -> dict[str, str]:
+    """The tokens that have a role, by role; of those that there are."""
+    tokens = {role: token for role in _ROLES if (token := _content(config.get(role)))}
+    return {role: token for role, token in tokens.items() if token_id(token) is not None}
 
 
 def _templates(configured: Any, default: str | None) -> dict[str, str]:
@@ -202,8 +237,7 @@ def _add_configured_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, A
 class _Spelling:
     """How a tokenizer writes bytes as token text, read from its decoder."""
 
-    def __init__(self, backend: tokenizers.Tokenizer) -> None:
-        state: dict[str, Any] = json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else {}
+    def __init__(self, state: Mapping[str, Any]) -> None:
         steps: list[dict[str, Any]] = state.get("decoders", [state] if state else [])
         kinds = {step["type"] for step in steps}
         unknown = kinds - {"ByteLevel", "Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}

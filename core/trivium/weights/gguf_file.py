@@ -19,6 +19,7 @@ from trivium.weights.formats import GGML_TYPES, Bytes, TensorFile, TensorInfo, m
 MAX_ITEMS = 1 << 24
 MAX_DIMS = 4
 MAX_NESTING = 3
+_SHORT = 32  # bytes of a string and its length that are looked at for each one of a list
 _STRING, _ARRAY, _BOOL = 8, 9, 7
 # Value type id -> struct code.
 _SCALARS: Mapping[int, str] = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -56,6 +57,32 @@ class _Reader:
         except UnicodeDecodeError:
             raise self.fail(f"{what} is not UTF-8") from None
 
+    def _short_strings(self, n: int) -> list[str] | None:
+        """`n` strings at once, if they are as short as most: wherever seven zero bytes stand, a length below 256 stands before
+        them. None, with nothing read, where following those lengths does not lead from one such place to the next."""
+        data = np.frombuffer(self._data[self.at : self.at + _SHORT * n], np.uint8)
+        if not n or data.size < 8:
+            return None
+        zero = data == 0
+        for step in (1, 2, 3):  # of runs of 1, 2, 4 and 7
+            zero = zero[:-step] & zero[step:]
+        places = np.flatnonzero(zero[1:])[:n]
+        ends = places + 8 + data[places]
+        if len(places) < n or places[0] or np.any(ends[:-1] != places[1:]) or ends[-1] > data.size:
+            return None
+        kept = np.ones(ends[-1], bool)
+        kept[places[:, None] + np.arange(1, 8)] = False  # of each length one byte stays and parts the strings
+        text = data[: ends[-1]].copy()
+        text[places] = 0
+        try:
+            found: list[str] = text[kept].tobytes().decode().split("\0")[1:]
+        except UnicodeDecodeError:
+            return None
+        if len(found) != n:
+            return None
+        self.at += int(ends[-1])
+        return found
+
     def value(self, kind: int, what: str, nesting: int = 0) -> Any:
         """A value of the type `kind`; arrays of numbers at once."""
         if kind == _STRING:
@@ -67,7 +94,8 @@ class _Reader:
         kind = self.scalar("I", what)
         if kind not in _SCALARS:
             n = self.count("Q", f"the length of {what}", 8)
-            return [self.value(kind, what, nesting + 1) for _ in range(n)]
+            short = self._short_strings(n) if kind == _STRING else None
+            return short or [self.value(kind, what, nesting + 1) for _ in range(n)]
         dtype = np.dtype("<" + _SCALARS[kind])
         n = self.count("Q", f"the length of {what}", dtype.itemsize)
         items = np.frombuffer(self.take(n * dtype.itemsize, what), np.uint8 if kind == _BOOL else dtype)
