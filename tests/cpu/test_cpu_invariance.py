@@ -35,22 +35,47 @@ def attention(case, kv_dtype="float32", **options):
     return outcome.outputs["logits"], outcome.want["logits"]
 
 
-@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "float16"])
+KV_DTYPES = ["float32", "bfloat16", "float16", "int8"]
+ERRORS = {"float32": 2e-5, "float16": 2e-5, "int8": 3e-4, "bfloat16": 1.5e-2}
+"""Allowed beside the reference on the numbers that the pages hold: what the rounding of queries and weights to 16 bits leaves."""
+
+
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 @pytest.mark.parametrize("attrs", [{}, {"window": 300}, {"softcap": 5.0, "sinks": True}, {"causal": False}], ids=str)
-@pytest.mark.parametrize("isa", ["portable", "auto"])
+@pytest.mark.parametrize("isa", ["portable", "avx2", "avx512", "auto"])
 def test_long_contexts_equal_the_reference(isa, attrs, kv_dtype):
+    if isa not in (*open_lab("cpu", {}).device.details["isas"], "auto"):
+        pytest.skip(f"this processor has no {isa}")
     got, want = attention(attention_case(LONG, **attrs), kv_dtype, isa=isa)
-    np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5)
+    np.testing.assert_allclose(got, want, rtol=ERRORS[kv_dtype], atol=ERRORS[kv_dtype])
 
 
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 @pytest.mark.parametrize("attrs", [{}, {"window": 300}], ids=str)
-def test_spans_that_are_shared_out_give_the_bits_of_one_thread(attrs):
-    for step in (LONG, sequences([1], [900]), sequences([2], [513])):
+def test_spans_that_are_shared_out_give_the_bits_of_one_thread(attrs, kv_dtype):
+    for step in (LONG, sequences([1], [900]), sequences([2], [513]), sequences([1, 1, 1, 1, 1], [2000, 3, 9, 40, 17])):
         case = attention_case(step, **attrs)
-        alone, _ = attention(case, threads=1)
+        alone, _ = attention(case, kv_dtype, threads=1)
         for threads in (2, 3):
-            shared, _ = attention(case, threads=threads)
+            shared, _ = attention(case, kv_dtype, threads=threads)
             np.testing.assert_array_equal(shared, alone)
+
+
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+@pytest.mark.parametrize("attrs", [{}, {"window": 100}], ids=str)
+@pytest.mark.parametrize("isa", ["portable", "avx2", "auto"])
+def test_a_query_has_the_bits_it_has_alone(isa, attrs, kv_dtype):
+    """Rows of a prefill, cut into steps of one token."""
+    if isa not in (*open_lab("cpu", {}).device.details["isas"], "auto"):
+        pytest.skip(f"this processor has no {isa}")
+    case = attention_case(sequences([37], [301]), **attrs)
+    together, _ = attention(case, kv_dtype, isa=isa)
+    for row in (0, 7, 35, 36):
+        context = 301 - 37 + row + 1
+        q, state, starts, lengths, sinks = case.args
+        one = dataclasses.replace(state, slots=state.slots[row : row + 1])
+        alone = Case((q[row : row + 1], one, np.array([0, 1], np.int32), np.array([context], np.int32), sinks), case.attrs)
+        np.testing.assert_array_equal(attention(alone, kv_dtype, isa=isa)[0], together[row : row + 1])
 
 
 def logits(config, step, rows=None, **options):

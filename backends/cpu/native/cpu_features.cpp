@@ -104,6 +104,7 @@ std::string cpu_name() {
 std::vector<std::string> available_tiers() {
   std::vector<std::string> tiers;
   if (cpu_features().amx) tiers.push_back("amx");
+  if (cpu_features().avx512_bf16 && cpu_features().avx512_vnni) tiers.push_back("avx512bf16");
   if (cpu_features().avx512) tiers.push_back("avx512");
   if (cpu_features().avx2) tiers.push_back("avx2");
   tiers.push_back("portable");

@@ -6,11 +6,13 @@ extern const Kernels kernels_portable;
 #if TRIVIUM_X86
 extern const Kernels kernels_avx2;
 extern const Kernels kernels_avx512;
+extern const Kernels kernels_avx512bf16;
 #endif
 
 const Kernels* find_kernels(const std::string& tier) {
 #if TRIVIUM_X86
-  if (tier == "avx512" || tier == "amx" || tier == "amx_emulated") return &kernels_avx512;
+  if (tier == "avx512bf16" || tier == "amx" || tier == "amx_emulated") return &kernels_avx512bf16;
+  if (tier == "avx512") return &kernels_avx512;
   if (tier == "avx2") return &kernels_avx2;
 #endif
   return tier == "portable" ? &kernels_portable : nullptr;

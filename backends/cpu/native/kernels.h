@@ -19,46 +19,48 @@ struct Gate {
   float up_offset = 0;
 };
 
-enum class KvType : int { float32, bfloat16, float16 };
+enum class KvType : int { float32, bfloat16, float16, int8 };
 
-inline constexpr int64_t kKeyBlock = 64;   // keys that the softmax looks at together; blocks start at multiples of it
 inline constexpr int64_t kKeyRun = 16;     // keys that always lie in one page
-inline constexpr int64_t kSpan = 256;      // keys whose partial result is made on its own; a multiple of kKeyBlock
+inline constexpr int64_t kSpan = 256;      // keys that the softmax looks at together; spans start at multiples of it
+inline constexpr int64_t kSpanRows = 16;   // rows whose scores are made together, at most
 inline constexpr int64_t kValueAlign = 16; // value heads are padded to a multiple of this many numbers
 
 // Where the keys and values of one layer lie in a page: keys [kv_heads][K block], then values [kv_heads][V block].
-//   K block: float32, float16: [head_dim][page_size]; bfloat16: [head_dim / 2][page_size][2], pairs of dimensions side by side.
-//   V block: float32, float16: [page_size][padded dim]; bfloat16: [page_size / 2][padded dim][2], pairs of tokens side by side.
-// Keys are read as columns, so that a vector holds the same dimension of many keys and no sum runs across lanes; the pairs are what
-// bfloat16 dot products and matrix tiles take.
+//   K block: float32, float16: [head_dim][page_size]; bfloat16, int8: [head_dim / 2][page_size][2], pairs of dimensions side by side.
+//   V block: float32, float16: [page_size][padded dim]; bfloat16, int8: [page_size / 2][padded dim][2], pairs of tokens side by side.
+// int8: a scale for each token, bfloat16[page_size], ends either block; a number is its byte times the scale (see scale_of in kv_pages.h).
+// An odd head_dim is padded with a dimension of zeros in keys. Keys are read as columns, so that a vector holds the same dimension of many keys and
+// no sum runs across lanes; the pairs are what dot products of 16 bits and matrix tiles take.
 struct KvLayout {
   KvType type = KvType::float32;
   int64_t page_size = 16;
   int64_t kv_heads = 0;
   int64_t head_dim = 0;
 
-  int64_t item() const { return type == KvType::float32 ? 4 : 2; }
+  int64_t item() const { return type == KvType::float32 ? 4 : type == KvType::int8 ? 1 : 2; }
+  int64_t scale_bytes() const { return type == KvType::int8 ? 2 * page_size : 0; }
   int64_t key_dim() const { return (head_dim + 1) / 2 * 2; }
   int64_t value_dim() const { return (head_dim + kValueAlign - 1) / kValueAlign * kValueAlign; }
-  int64_t key_bytes() const { return key_dim() * page_size * item(); }
-  int64_t value_bytes() const { return value_dim() * page_size * item(); }
+  int64_t key_bytes() const { return key_dim() * page_size * item() + scale_bytes(); }
+  int64_t value_bytes() const { return value_dim() * page_size * item() + scale_bytes(); }
   int64_t bytes() const { return kv_heads * (key_bytes() + value_bytes()); }
   int64_t key_offset(int64_t head) const { return head * key_bytes(); }
   int64_t value_offset(int64_t head) const { return kv_heads * key_bytes() + head * value_bytes(); }
+  // From one row of prepared queries (Kernels::queries) to the next.
+  int64_t query_bytes() const { return value_dim() * 4 + 64; }
 };
 
 // One span of attention: `rows` query rows (tokens x heads of one kv head) against keys [begin, end) of one sequence.
 struct AttentionSpan {
-  const float* q = nullptr;           // [rows][head_dim], contiguous
+  const uint8_t* q = nullptr;         // rows from Kernels::queries
   int64_t rows = 0;
   int64_t group = 1;                  // query heads to a kv head: row r belongs to token r / group
-  int64_t head_dim = 0;
   int64_t first_position = 0;         // position of the first token; the next tokens follow
   int64_t begin = 0, end = 0;         // keys of this span; begin a multiple of kSpan
   int64_t context = 0;                // keys that exist
   int64_t window = 0;                 // 0: none
   bool causal = true;
-  float scale = 1;
   float softcap = 0;                  // 0: none
   const int32_t* blocks = nullptr;    // the sequence's row of the block table
   const uint8_t* pages = nullptr;     // page p's keys of this head are at pages + p * page_bytes + key_offset
@@ -66,10 +68,11 @@ struct AttentionSpan {
   int64_t key_offset = 0;
   int64_t value_offset = 0;
   KvLayout layout;
-  float* scores = nullptr;            // scratch [rows][kKeyBlock]
+  float* scores = nullptr;            // scratch [kSpanRows][kSpan]
 };
 
-// The state of a softmax over some keys: running maximum, sum and weighted values of each row. Values are padded to value_dim.
+// The state of a softmax over some keys: maximum of the scores (times log2 e), sum of the weights and weighted values of each row. Values are
+// padded to value_dim.
 struct Partial {
   float* peak = nullptr;    // [rows]; -infinity: no key so far
   float* total = nullptr;   // [rows]
@@ -95,10 +98,14 @@ struct Kernels {
   float (*dot)(const float* a, const float* b, int64_t n);
   void (*add_scaled)(const float* x, float factor, float* y, int64_t n);  // y += factor * x
 
-  // Writes one token's key and value of one head into its page at `offset` < page_size. key, value: that head's blocks.
-  void (*write_kv)(const KvLayout& layout, int64_t offset, const float* k, const float* v, uint8_t* key, uint8_t* value);
-  // The reverse.
+  // Writes `count` tokens' keys and values of one head, k_stride and v_stride numbers apart, into one page from token `offset` on. key, value: that
+  // head's blocks.
+  void (*write_kv)(const KvLayout& layout, int64_t offset, int64_t count, const float* k, int64_t k_stride, const float* v, int64_t v_stride,
+                   uint8_t* key, uint8_t* value);
+  // One token back.
   void (*read_kv)(const KvLayout& layout, int64_t offset, const uint8_t* key, const uint8_t* value, float* k, float* v);
+  // q[rows][head_dim] times factor, rounded to what `attend` multiplies keys of the format with. factor: scale, times log2 e without softcap.
+  void (*queries)(const KvLayout& layout, const float* q, int64_t rows, float factor, uint8_t* out);
   // Fills `out` with the softmax state of one span, from nothing.
   void (*attend)(const AttentionSpan& span, const Partial& out);
   // total := total merged with part, for `rows` rows. A part without keys changes nothing; a total without keys becomes the part.

@@ -29,7 +29,7 @@ Enum named(const char* const (&names)[N], const std::string& name) {
 
 constexpr const char* kStorages[] = {"float32", "bfloat16", "float16", "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q5_k", "q6_k"};
 constexpr const char* kFormats[] = {"float32", "bfloat16", "float16", "int8", "int4"};
-constexpr const char* kKvTypes[] = {"float32", "bfloat16", "float16"};
+constexpr const char* kKvTypes[] = {"float32", "bfloat16", "float16", "int8"};
 
 void finish_packing(Runtime& runtime) {
   const std::vector<ByteRows> read = std::exchange(runtime.sources, {});  // let go of afterwards, come what may
@@ -74,7 +74,7 @@ std::shared_ptr<Runtime> make_runtime(int threads, const std::string& tier) {
   if (tier == "avx2") isa = linear::Isa::avx2;
   if (tier == "amx_emulated") isa = linear::Isa::amx_emulated;
   if (tier == "amx") isa = linear::Isa::amx;
-  if (tier == "avx512") isa = cpu_features().avx512_vnni ? linear::Isa::avx512_vnni : linear::Isa::avx512;
+  if (tier == "avx512" || tier == "avx512bf16") isa = cpu_features().avx512_vnni ? linear::Isa::avx512_vnni : linear::Isa::avx512;
   return std::make_shared<Runtime>(std::make_shared<ThreadPool>(threads), *find_kernels(tier), linear::kernels(isa));
 }
 
@@ -118,7 +118,7 @@ void import_kv(KvPool& pool, const Runtime& runtime, const KvLayer& layer, const
     uint8_t* page = pool.page(id) + layer.offset;
     for (int64_t token = 0; token < l.page_size; ++token) {
       for (int64_t head = 0; head < l.kv_heads; ++head, at += l.head_dim) {
-        runtime.kernels.write_kv(l, token, k.data() + at, v.data() + at, page + l.key_offset(head), page + l.value_offset(head));
+        runtime.kernels.write_kv(l, token, 1, k.data() + at, 0, v.data() + at, 0, page + l.key_offset(head), page + l.value_offset(head));
       }
     }
   }

@@ -284,13 +284,12 @@ void bind_large_ops(nb::class_<BoundTape>& tape) {
   tape.def("attention", [](BoundTape& self, Ref q, Ref query_starts, Ref context_lens, Ref sinks, Ref y, const KvLayer& layer, int64_t heads, float scale,
                            float softcap, int64_t window, bool causal, Ref partials, int64_t partial_capacity, bool barrier) {
     if (query_starts.space != Space::input || context_lens.space != Space::input) throw std::invalid_argument("attention reads the step's own arrays");
-    auto op = std::make_unique<Attention>(q, query_starts, context_lens, sinks, y, layer, heads);
+    auto op = std::make_unique<Attention>(q, query_starts, context_lens, sinks, y, layer, heads, partial_capacity);
     op->scale = scale;
     op->softcap = softcap;
     op->window = window;
     op->causal = causal;
     op->partials = partials;
-    op->partial_capacity = partial_capacity;
     self.add(std::move(op), "attention", barrier);
   }, "q"_a, "query_starts"_a, "context_lens"_a, "sinks"_a, "y"_a, "layer"_a, "heads"_a, "scale"_a, "softcap"_a, "window"_a, "causal"_a, "partials"_a,
       "partial_capacity"_a, "barrier"_a);
@@ -299,7 +298,7 @@ void bind_large_ops(nb::class_<BoundTape>& tape) {
     self.add(std::make_unique<Lora>(y, x, a, b, adapters, inner, rank, in, out), "lora", barrier);
   }, "y"_a, "x"_a, "a"_a, "b"_a, "adapters"_a, "inner"_a, "slots"_a, "rank"_a, "in"_a, "out"_a, "barrier"_a);
   tape.def_static("partial_numbers", [](const KvLayer& layer, int64_t heads) {
-    return Attention({}, {}, {}, {}, {}, layer, heads).partial_numbers();
+    return Attention({}, {}, {}, {}, {}, layer, heads, 0).partial_numbers();
   }, "layer"_a, "heads"_a, "Numbers that one shared-out span of a tile needs.");
 }
 

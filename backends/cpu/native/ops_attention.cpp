@@ -1,6 +1,7 @@
 #include "ops_attention.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 
 namespace trivium {
@@ -19,74 +20,116 @@ void RopeWrite::prepare(const Step& step, const NormSpec& norm, const float* x, 
 }
 
 void RopeWrite::run(const Step& step, Worker& worker) {
+  const int64_t kv_heads = layer_.layout.kv_heads, tokens = step.count(tokens_);
+  const int64_t size = std::clamp<int64_t>(tokens * kv_heads / (4 * worker.threads()), 1, kKeyRun), blocks = (tokens + size - 1) / size;
+  float* keys = static_cast<float*>(worker.scratch());
+  worker.share(shares[0], blocks * kv_heads, [&](int64_t i) {
+    const int64_t first = i / kv_heads * size;
+    run_block(step, first, std::min(first + size, tokens), i % kv_heads, keys);
+  });
+}
+
+// Tokens first .. last of one kv head.
+void RopeWrite::run_block(const Step& step, int64_t first, int64_t last, int64_t head, float* keys) const {
   const KvLayout& layout = layer_.layout;
-  const int64_t dim = layout.head_dim, kv_heads = layout.kv_heads, tokens = step.count(tokens_);
-  const int64_t group = q_.present() ? heads_ / kv_heads : 0;
-  const float* q = q_.present() ? step.floats(q_) : nullptr;
-  float* q_out = q_.present() ? step.floats(q_out_) : nullptr;
-  const float* k = step.floats(k_);
-  const float* v = step.floats(v_);
+  const int64_t dim = layout.head_dim, kv_heads = layout.kv_heads, group = q_.present() ? heads_ / kv_heads : 0;
   const float* rows = table.present() ? step.floats(table) : nullptr;
+  const float* k = step.floats(k_) + (first * kv_heads + head) * dim;
+  const float* v = step.floats(v_) + (first * kv_heads + head) * dim;
   const int64_t* slots = step.slot_mapping + layer_.group * step.tokens;
-  float* key = static_cast<float*>(worker.scratch());
-  share_rows(worker, shares[0], tokens * kv_heads, row_grain(2 * dim * (group + 2)), [&](int64_t i) {
-    const int64_t t = i / kv_heads, head = i % kv_heads;
+  for (int64_t t = first; t < last; ++t) {
     const float* row = rows == nullptr ? nullptr : rows + t * 2 * half;
     for (int64_t g = 0; g < group; ++g) {
       const int64_t at = (t * heads_ + head * group + g) * dim;
-      prepare(step, q_norm, q + at, row, q_out + at);
+      prepare(step, q_norm, step.floats(q_) + at, row, step.floats(q_out_) + at);
     }
-    if (slots[t] < 0) return;
-    prepare(step, k_norm, k + i * dim, row, key);
-    uint8_t* page = step.kv->page(slots[t] / layout.page_size) + layer_.offset;
-    step.kernels->write_kv(layout, slots[t] % layout.page_size, key, v + i * dim, page + layout.key_offset(head), page + layout.value_offset(head));
-  });
+    if (slots[t] >= 0) prepare(step, k_norm, k + (t - first) * kv_heads * dim, row, keys + (t - first) * dim);
+  }
+  for (int64_t t = first; t < last;) {  // as many tokens at once as lie side by side in one page
+    int64_t count = 1;
+    while (t + count < last && slots[t + count] == slots[t] + count && slots[t + count] % layout.page_size != 0) ++count;
+    if (slots[t] >= 0) {
+      uint8_t* page = step.kv->page(slots[t] / layout.page_size) + layer_.offset;
+      step.kernels->write_kv(layout, slots[t] % layout.page_size, count, keys + (t - first) * dim, dim, v + (t - first) * kv_heads * dim, kv_heads * dim,
+                             page + layout.key_offset(head), page + layout.value_offset(head));
+    }
+    t += count;
+  }
 }
 
 // Some queries of one sequence and one kv head.
 struct Attention::Tile {
   int64_t seq, head;
-  int64_t first_token;     // row of q
+  int64_t first_token;  // row of q
   int64_t tokens;
   int64_t first_position;
-  int64_t context;
-  int64_t low, high;       // keys that any of its queries sees
+  int64_t first_span, last_span;  // those with keys that any of its queries sees
+};
+
+// What a thread needs for a tile.
+struct Attention::Scratch {
+  uint8_t* q;
+  float* scores;
+  Partial total, part;
 };
 
 size_t Attention::scratch_bytes() const {
-  const int64_t numbers = tile_rows() * (layer_.layout.head_dim + kKeyBlock) + 2 * partial_numbers();
-  return static_cast<size_t>(numbers) * sizeof(float);
+  return static_cast<size_t>(tile_rows() * layer_.layout.query_bytes()) + static_cast<size_t>(kSpanRows * kSpan + 2 * partial_numbers()) * sizeof(float);
 }
 
-Attention::Tile Attention::find_tile(const Step& step, int64_t index) const {
+Attention::Scratch Attention::scratch(Worker& worker) const {
+  auto* q = static_cast<uint8_t*>(worker.scratch());
+  auto* scores = reinterpret_cast<float*>(q + tile_rows() * layer_.layout.query_bytes());
+  return {q, scores, partial(scores + kSpanRows * kSpan), partial(scores + kSpanRows * kSpan + partial_numbers())};
+}
+
+Attention::Work Attention::plan(const Step& step) const {
   const int32_t* starts = step.ints(query_starts_);
   const int32_t* contexts = step.ints(context_lens_);
-  const int64_t kv_heads = layer_.layout.kv_heads, size = tile_tokens();
-  int64_t seq = 0, tile = index / kv_heads;
+  Work work{0, 1, 0};
+  for (int64_t s = 0; s < step.seqs; ++s) {
+    const int64_t tiles = (starts[s + 1] - starts[s] + tile_tokens() - 1) / tile_tokens(), spans = (contexts[s] + kSpan - 1) / kSpan;
+    work.tiles += tiles;
+    work.longest = std::max(work.longest, spans);
+    work.spans += tiles * spans;
+  }
+  return work;
+}
+
+// Tile `index` of those of one kv head after those of another, so that neighbours read the same keys.
+Attention::Tile Attention::find_tile(const Step& step, int64_t index, int64_t tiles) const {
+  const int32_t* starts = step.ints(query_starts_);
+  const int32_t* contexts = step.ints(context_lens_);
+  const int64_t size = tile_tokens();
+  int64_t seq = 0, tile = index % tiles;
   for (;; ++seq) {
-    const int64_t tiles = (starts[seq + 1] - starts[seq] + size - 1) / size;
-    if (tile < tiles) break;
-    tile -= tiles;
+    const int64_t own = (starts[seq + 1] - starts[seq] + size - 1) / size;
+    if (tile < own) break;
+    tile -= own;
   }
   const int64_t queries = starts[seq + 1] - starts[seq], context = contexts[seq], first = tile * size;
   const int64_t tokens = std::min(size, queries - first), position = context - queries + first;
   const int64_t low = window > 0 ? std::max<int64_t>(0, position + 1 - window) : 0;
   const int64_t high = causal ? std::min(context, position + tokens) : context;
-  return {seq, index % kv_heads, starts[seq] + first, tokens, position, context, low, high};
+  return {seq, index / tiles, starts[seq] + first, tokens, position, low / kSpan, (high + kSpan - 1) / kSpan};
 }
 
-AttentionSpan Attention::span_of(const Step& step, const Tile& tile, const float* q, float* scores) const {
+// The tile's part of an AttentionSpan; rounds its queries into `memory`.
+AttentionSpan Attention::span_of(const Step& step, const Tile& tile, const Scratch& memory) const {
   const KvLayout& layout = layer_.layout;
+  const float factor = softcap > 0 ? scale : scale * 1.44269504f;
+  for (int64_t t = 0; t < tile.tokens; ++t) {
+    const float* from = step.floats(q_) + ((tile.first_token + t) * heads_ + tile.head * group()) * layout.head_dim;
+    step.kernels->queries(layout, from, group(), factor, memory.q + t * group() * layout.query_bytes());
+  }
   AttentionSpan s;
-  s.q = q;
+  s.q = memory.q;
   s.rows = tile.tokens * group();
   s.group = group();
-  s.head_dim = layout.head_dim;
   s.first_position = tile.first_position;
-  s.context = tile.context;
+  s.context = step.ints(context_lens_)[tile.seq];
   s.window = window;
   s.causal = causal;
-  s.scale = scale;
   s.softcap = softcap;
   s.blocks = step.block_tables + (layer_.group * step.seqs + tile.seq) * step.blocks;
   s.pages = step.kv->page(0);
@@ -94,16 +137,8 @@ AttentionSpan Attention::span_of(const Step& step, const Tile& tile, const float
   s.key_offset = layer_.offset + layout.key_offset(tile.head);
   s.value_offset = layer_.offset + layout.value_offset(tile.head);
   s.layout = layout;
-  s.scores = scores;
+  s.scores = memory.scores;
   return s;
-}
-
-void Attention::gather_queries(const Step& step, const Tile& tile, float* q) const {
-  const int64_t dim = layer_.layout.head_dim, width = group() * dim;
-  const float* from = step.floats(q_) + tile.first_token * heads_ * dim + tile.head * width;
-  for (int64_t t = 0; t < tile.tokens; ++t) {
-    std::memcpy(q + t * width, from + t * heads_ * dim, static_cast<size_t>(width) * sizeof(float));
-  }
 }
 
 Partial Attention::partial(float* memory) const { return {memory, memory + tile_rows(), memory + 2 * tile_rows()}; }
@@ -120,64 +155,52 @@ void Attention::finish(const Step& step, const Tile& tile, const Partial& total)
 }
 
 void Attention::run(const Step& step, Worker& worker) {
-  const int32_t* starts = step.ints(query_starts_);
-  const int32_t* contexts = step.ints(context_lens_);
-  const int64_t seqs = step.seqs, size = tile_tokens();
-  int64_t tiles = 0, longest = 0;
-  for (int64_t s = 0; s < seqs; ++s) {
-    tiles += (starts[s + 1] - starts[s] + size - 1) / size;
-    longest = std::max<int64_t>(longest, contexts[s]);
-  }
-  const int64_t items = tiles * layer_.layout.kv_heads, spans = (longest + kSpan - 1) / kSpan;
-  if (worker.threads() > 1 && spans > 1 && items < 4 * worker.threads() && items * spans <= partial_capacity) {
-    run_spans(step, worker, items, spans);
+  const Work work = plan(step);
+  const int64_t items = work.tiles * layer_.layout.kv_heads, threads = worker.threads();
+  const bool few = items < 4 * threads || work.longest * 2 * threads > work.spans * layer_.layout.kv_heads;
+  if (threads > 1 && work.longest > 1 && few && items * work.longest <= partial_capacity_) {
+    run_spans(step, worker, work);
   } else {
-    run_whole(step, worker, items);
+    run_whole(step, worker, work);
   }
 }
 
-void Attention::run_whole(const Step& step, Worker& worker, int64_t items) {
-  const int64_t rows = tile_rows(), dim = layer_.layout.head_dim;
-  float* q = static_cast<float*>(worker.scratch());
-  float* scores = q + rows * dim;
-  const Partial total = partial(scores + rows * kKeyBlock), part = partial(scores + rows * kKeyBlock + partial_numbers());
+void Attention::run_whole(const Step& step, Worker& worker, const Work& work) {
+  const Scratch memory = scratch(worker);
+  const int64_t items = work.tiles * layer_.layout.kv_heads;
   worker.share(shares[0], items, [&](int64_t item) {
-    const Tile tile = find_tile(step, items - 1 - item);  // the longest contexts of a prefill first
-    gather_queries(step, tile, q);
-    AttentionSpan span = span_of(step, tile, q, scores);
-    const int64_t first = tile.low / kSpan * kSpan;
-    for (span.begin = first; span.begin < tile.high; span.begin += kSpan) {
-      span.end = span.begin + kSpan;
-      step.kernels->attend(span, span.begin == first ? total : part);
-      if (span.begin != first) step.kernels->merge(total, part, span.rows, layer_.layout.value_dim());
+    const Tile tile = find_tile(step, items - 1 - item, work.tiles);  // the longest contexts of a prefill first
+    AttentionSpan s = span_of(step, tile, memory);
+    for (int64_t span = tile.first_span; span < tile.last_span; ++span) {
+      attend(step, s, span, span == tile.first_span ? memory.total : memory.part);
+      if (span != tile.first_span) step.kernels->merge(memory.total, memory.part, s.rows, layer_.layout.value_dim());
     }
-    finish(step, tile, total);
+    finish(step, tile, memory.total);
   });
 }
 
-void Attention::run_spans(const Step& step, Worker& worker, int64_t items, int64_t spans) {
-  const int64_t rows = tile_rows(), dim = layer_.layout.head_dim;
-  float* q = static_cast<float*>(worker.scratch());
-  float* scores = q + rows * dim;
-  float* memory = step.floats(partials);
-  auto part_of = [&](int64_t item, int64_t span) { return partial(memory + (item * spans + span) * partial_numbers()); };
-  worker.share(shares[0], items * spans, [&](int64_t i) {
-    const Tile tile = find_tile(step, i / spans);
-    AttentionSpan span = span_of(step, tile, q, scores);
-    span.begin = i % spans * kSpan;
-    span.end = span.begin + kSpan;
-    if (span.begin >= tile.high || span.end <= tile.low) return;
-    gather_queries(step, tile, q);
-    step.kernels->attend(span, part_of(i / spans, i % spans));
-  });
-  worker.barrier();
-  worker.share(shares[1], items, [&](int64_t item) {
-    const Tile tile = find_tile(step, item);
-    const int64_t first = tile.low / kSpan, last = (tile.high + kSpan - 1) / kSpan;
-    const Partial total = part_of(item, first);
-    for (int64_t span = first + 1; span < last; ++span) {
-      step.kernels->merge(total, part_of(item, span), tile.tokens * group(), layer_.layout.value_dim());
-    }
+void Attention::attend(const Step& step, AttentionSpan& s, int64_t span, const Partial& out) const {
+  s.begin = span * kSpan;
+  s.end = s.begin + kSpan;
+  step.kernels->attend(s, out);
+}
+
+// Whoever makes the last of a tile's spans merges them all.
+void Attention::run_spans(const Step& step, Worker& worker, const Work& work) {
+  const Scratch memory = scratch(worker);
+  float* partials_of = step.floats(partials);
+  worker.share(shares[0], work.tiles * layer_.layout.kv_heads * work.longest, [&](int64_t i) {
+    const int64_t item = i / work.longest, span = i % work.longest;
+    auto part_of = [&](int64_t at) { return partial(partials_of + (item * work.longest + at) * partial_numbers()); };
+    const Tile tile = find_tile(step, item, work.tiles);
+    if (span < tile.first_span || span >= tile.last_span) return;
+    AttentionSpan s = span_of(step, tile, memory);
+    attend(step, s, span, part_of(span));
+    std::atomic<int64_t>& done = done_[static_cast<size_t>(item)];
+    if (done.fetch_add(1, std::memory_order_acq_rel) + 1 < tile.last_span - tile.first_span) return;
+    done.store(0, std::memory_order_relaxed);
+    const Partial total = part_of(tile.first_span);
+    for (int64_t at = tile.first_span + 1; at < tile.last_span; ++at) step.kernels->merge(total, part_of(at), s.rows, layer_.layout.value_dim());
     finish(step, tile, total);
   });
 }

@@ -12,7 +12,7 @@ public:
   RopeWrite(Ref q, Ref k, Ref v, Ref q_out, KvLayer layer, int64_t heads, Extent tokens)
       : q_(q), k_(k), v_(v), q_out_(q_out), layer_(layer), heads_(heads), tokens_(tokens) {}
   void run(const Step& step, Worker& worker) override;
-  size_t scratch_bytes() const override { return static_cast<size_t>(layer_.layout.head_dim) * sizeof(float); }
+  size_t scratch_bytes() const override { return static_cast<size_t>(kKeyRun * layer_.layout.head_dim) * sizeof(float); }
 
   Ref table;
   int64_t half = 0;
@@ -21,6 +21,7 @@ public:
 
 private:
   void prepare(const Step& step, const NormSpec& norm, const float* x, const float* row, float* y) const;
+  void run_block(const Step& step, int64_t first, int64_t last, int64_t head, float* keys) const;
 
   Ref q_, k_, v_, q_out_;
   KvLayer layer_;
@@ -28,20 +29,20 @@ private:
   Extent tokens_;
 };
 
-// y[tokens, heads, head_dim] = attention of q over the pages. Queries of a sequence are worked on in tiles; where there are few tiles and long
-// contexts the spans of a tile are shared out as well and merged in their order, with the same bits.
+// y[tokens, heads, head_dim] = attention of q over the pages. The query heads of one kv head are worked on together, some tokens at a time (a tile);
+// where there are few tiles and long contexts the spans of a tile are shared out as well and merged in their order, with the same bits.
 class Attention : public Op {
 public:
-  Attention(Ref q, Ref query_starts, Ref context_lens, Ref sinks, Ref y, KvLayer layer, int64_t heads)
-      : q_(q), query_starts_(query_starts), context_lens_(context_lens), sinks_(sinks), y_(y), layer_(layer), heads_(heads) {}
+  Attention(Ref q, Ref query_starts, Ref context_lens, Ref sinks, Ref y, KvLayer layer, int64_t heads, int64_t partial_capacity)
+      : q_(q), query_starts_(query_starts), context_lens_(context_lens), sinks_(sinks), y_(y), layer_(layer), heads_(heads),
+        partial_capacity_(partial_capacity), done_(static_cast<size_t>(partial_capacity)) {}
   void run(const Step& step, Worker& worker) override;
   size_t scratch_bytes() const override;
 
   float scale = 1, softcap = 0;
   int64_t window = 0;
   bool causal = true;
-  Ref partials;                  // fixed memory for spans that are shared out
-  int64_t partial_capacity = 0;  // spans of a tile that it holds
+  Ref partials;  // fixed memory for partial_capacity spans of a tile that are shared out
 
   int64_t group() const { return heads_ / layer_.layout.kv_heads; }
   int64_t tile_tokens() const { return group() >= kTileRows ? 1 : kTileRows / group(); }
@@ -52,18 +53,26 @@ public:
 private:
   static constexpr int64_t kTileRows = 48;
 
+  // tiles: of one kv head; longest: spans of the longest context; spans: of all tiles of a kv head.
+  struct Work {
+    int64_t tiles, longest, spans;
+  };
   struct Tile;
-  AttentionSpan span_of(const Step& step, const Tile& tile, const float* q, float* scores) const;
-  void gather_queries(const Step& step, const Tile& tile, float* q) const;
+  struct Scratch;
+  Scratch scratch(Worker& worker) const;
+  Work plan(const Step& step) const;
+  Tile find_tile(const Step& step, int64_t index, int64_t tiles) const;
+  AttentionSpan span_of(const Step& step, const Tile& tile, const Scratch& memory) const;
   Partial partial(float* memory) const;
+  void attend(const Step& step, AttentionSpan& s, int64_t span, const Partial& out) const;
   void finish(const Step& step, const Tile& tile, const Partial& total) const;
-  void run_whole(const Step& step, Worker& worker, int64_t items);
-  void run_spans(const Step& step, Worker& worker, int64_t items, int64_t spans);
-  Tile find_tile(const Step& step, int64_t index) const;
+  void run_whole(const Step& step, Worker& worker, const Work& work);
+  void run_spans(const Step& step, Worker& worker, const Work& work);
 
   Ref q_, query_starts_, context_lens_, sinks_, y_;
   KvLayer layer_;
-  int64_t heads_;
+  int64_t heads_, partial_capacity_;
+  std::vector<std::atomic<int64_t>> done_;  // spans made of each tile that is shared out; 0 between runs
 };
 
 }  // namespace trivium

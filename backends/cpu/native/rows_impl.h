@@ -76,7 +76,19 @@ inline void layer_norm(const float* x, const float* weight, const float* bias, f
 
 inline void rope(const float* x, const float* cosine, const float* sine, int64_t half, bool interleaved, float* y, int64_t n) {
   if (interleaved) {
-    for (int64_t i = 0; i < half; ++i) {
+    int64_t i = 0;
+#if defined(__AVX512F__)
+    // Neighbours change places; every sine comes twice, first with a minus.
+    const __m512i low = _mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7);
+    const __m512 sign = _mm512_castsi512_ps(_mm512_set1_epi64(0x80000000));
+    for (; i + W / 2 <= half; i += W / 2) {
+      const Vec a = load(x + 2 * i), b = {_mm512_permute_ps(a.v, 0xb1)};
+      const Vec c = {_mm512_permutexvar_ps(low, _mm512_castps256_ps512(_mm256_loadu_ps(cosine + i)))};
+      const __m512 s = _mm512_permutexvar_ps(low, _mm512_castps256_ps512(_mm256_loadu_ps(sine + i)));
+      store(y + 2 * i, a * c + b * Vec{_mm512_xor_ps(s, sign)});
+    }
+#endif
+    for (; i < half; ++i) {
       const float a = x[2 * i], b = x[2 * i + 1];
       y[2 * i] = a * cosine[i] - b * sine[i];
       y[2 * i + 1] = b * cosine[i] + a * sine[i];

@@ -216,6 +216,14 @@ inline float first_lane(Vec x) { return x.v[0]; }
 
 inline constexpr int W = Vec::W;
 
+// x in the lanes [low, high), -infinity in the others.
+inline Vec between(Vec x, int64_t low, int64_t high) {
+  static constexpr float kLanes[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  const Vec lane = load(kLanes), none = set1(-__builtin_inff());
+  x = select_less(lane, set1(static_cast<float>(high)), x, none);
+  return select_less(lane, set1(static_cast<float>(low)), none, x);
+}
+
 // Sum and maximum of the lanes, halving: a fixed order.
 #if defined(__AVX2__)
 

@@ -34,16 +34,43 @@ inline Vec exp(Vec x) {
   return select_less(high, x, set1(INFINITY), y);
 }
 
-// The same without care for large or undefined x: for x <= 0 or -infinity, as softmax needs it.
-inline Vec exp_negative(Vec x) {
-  const Vec low = set1(-87.33654f);
+inline constexpr float kLog2e = 1.44269504f;
+
+// 2^x for x <= 0 or -infinity, as softmax needs it: 2^n times a polynomial in x - n for n = round(x), of the least greatest relative error over
+// [-1/2, 1/2]: 2^-29 for degree 6, 2^-18 for degree 4. NaN gives NaN.
+template <int kDegree = 6>
+inline Vec exp2_negative(Vec x) {
+  static_assert(kDegree == 6 || kDegree == 4);
+#if defined(__AVX512F__)
+  const Vec low = set1(-200);
+#else
+  const Vec low = set1(-126);
+#endif
   const Vec clamped = max(low, x);
-  const Vec n = round(clamped * set1(1.44269504f));
-  return select_less(x, low, set1(0), exp_fraction(clamped, n) * exp2_whole(n));
+  const Vec n = round(clamped), f = clamped - n;
+  Vec p;
+  if constexpr (kDegree == 6) {
+    p = fma(f, set1(1.534581169e-4f), set1(1.339993124e-3f));
+    p = fma(p, f, set1(9.618488959e-3f));
+    p = fma(p, f, set1(5.550328777e-2f));
+    p = fma(p, f, set1(2.402264689e-1f));
+    p = fma(p, f, set1(6.931472057e-1f));
+    p = fma(p, f, set1(1.0f));
+  } else {
+    p = fma(f, set1(9.570101911e-3f), set1(5.591786032e-2f));
+    p = fma(p, f, set1(2.402474483e-1f));
+    p = fma(p, f, set1(6.931218147e-1f));
+    p = fma(p, f, set1(9.999992614e-1f));
+  }
+#if defined(__AVX512F__)
+  return {_mm512_scalef_ps(p.v, n.v)};
+#else
+  return select_less(x, low, set1(0), p * exp2_whole(n));
+#endif
 }
 
-// The same operations on one number, so that the bits agree with a lane of exp_negative.
-inline float exp_negative(float x) { return first_lane(exp_negative(set1(x))); }
+// The same operations on one number, so that the bits agree with a lane.
+inline float exp2_negative(float x) { return first_lane(exp2_negative(set1(x))); }
 
 inline Vec sigmoid(Vec x) { return set1(1) / (set1(1) + exp(set1(0) - x)); }
 

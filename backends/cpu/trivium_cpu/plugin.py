@@ -11,7 +11,7 @@ from trivium.plugin.hostinfo import total_memory
 from trivium_cpu.formats import FORMATS
 from trivium_cpu.threads import count_threads
 
-TIERS = ("portable", "avx2", "avx512", "amx")
+TIERS = ("portable", "avx2", "avx512", "avx512bf16", "amx")
 _OPTIONS = ("dtype", "isa", "max_batched_tokens", "max_model_len", "max_seqs", "profile", "strict", "threads")
 _NO_OTHER_DTYPE = "activations are float32 on this backend; weights and pages may be smaller"
 
@@ -41,7 +41,7 @@ class CpuBackend(Backend):
         return Capabilities(
             dtypes=("float32",),
             weight_formats=FORMATS,
-            kv_dtypes=("bfloat16", "float16", "float32"),
+            kv_dtypes=("bfloat16", "float16", "float32", "int8"),
             page_sizes=(32, 16, 64, 128),
             threads=device.details.get("threads", 0),
             unsupported={

@@ -130,7 +130,7 @@ class CpuSession(Session):
             k, v = self._pool.export_kv(self._runtime, self._layers[state], ids)
             return np.asarray(k), np.asarray(v)
         return tuple(
-            numbers.decode(raw, dtype).reshape(len(ids), *shape) for raw, dtype, shape in self._plain_parts(group, state, ids)
+            numbers.decode(raw, dtype, shape) for raw, dtype, shape in self._plain_parts(group, state, ids)
         )
 
     def import_pages(self, group: int, ids: Sequence[int], pages: Pages) -> None:
@@ -145,7 +145,7 @@ class CpuSession(Session):
             return
         view, at = self._pool.view(), self._offsets[state][1]
         for array, (dtype, shape) in zip(arrays, _plain_layout(self._spec, group), strict=True):
-            raw = numbers.encode(array.reshape(len(ids), -1), dtype)
+            raw = numbers.encode(array.reshape(len(ids), *shape), dtype)
             view[ids, at : at + raw.shape[1]] = raw
             at += numbers.nbytes(dtype, shape)
 
