@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 from engine_runs import engine_of, generate, greedy, prompts_of, run_all
 from drafters import Knowing
 from fake_model import Clock
-from tiny_checkpoints import make_checkpoint
+from tiny_checkpoints import make_checkpoint, read_safetensors, write_safetensors
 from trivium import LLM
 from trivium.errors import InvalidRequestError
 from trivium.sampling import SamplingParams
@@ -54,12 +55,31 @@ def test_o41_time_per_token_is_not_the_gap_between_chunks(tokens: int, chunks: i
         assert metrics.time_per_output_token == pytest.approx(0.01)
 
 
-@pytest.mark.parametrize("backend", ["reference", "cpu"])
-def test_o45_a_cache_in_8_bits_is_refused_while_nothing_scales_it(tmp_path: Any, backend: str) -> None:
+@pytest.mark.parametrize(("backend", "kv_dtype"), [("reference", "int8"), ("reference", "fp8_e4m3"), ("cpu", "fp8_e4m3")])
+def test_o45_a_cache_in_8_bits_is_refused_where_nothing_scales_it(tmp_path: Any, backend: str, kv_dtype: str) -> None:
     folder = make_checkpoint(tmp_path, "llama")
-    for kv_dtype in ("int8", "fp8_e4m3"):
-        with pytest.raises(InvalidRequestError, match="kv_dtype") as refused:
-            LLM(str(folder), backend=backend, kv_dtype=kv_dtype)
-        assert refused.value.param == "kv_dtype"
+    with pytest.raises(InvalidRequestError, match="kv_dtype") as refused:
+        LLM(str(folder), backend=backend, kv_dtype=kv_dtype)
+    assert refused.value.param == "kv_dtype"
     with LLM(str(folder), backend=backend) as llm:
         assert len(llm.generate([[1, 2, 3]], SamplingParams(max_tokens=3, ignore_eos=True))[0].outputs[0].token_ids) == 3
+
+
+@pytest.mark.parametrize("size", [1.0, 5.0])
+def test_o45_int8_scales_each_tokens_key_and_value(tmp_path: Any, size: float) -> None:
+    """Larger keys and values, too: no scale is fixed at 1."""
+    folder = make_checkpoint(tmp_path, "llama")
+    weights = folder / "model.safetensors"
+    tensors = read_safetensors(weights)
+    write_safetensors(
+        weights, {name: t * np.float32(size if "k_proj" in name or "v_proj" in name else 1) for name, t in tensors.items()}
+    )
+    prompt = [(7 * i + 3) % 250 for i in range(90)]
+    found = {}
+    for kv_dtype in ("float32", "bfloat16", "int8"):
+        with LLM(str(folder), backend="cpu", kv_dtype=kv_dtype) as llm:
+            [out] = llm.generate([prompt], SamplingParams(max_tokens=0, prompt_logprobs=1))
+            found[kv_dtype] = np.array([entry[token].logprob for token, entry in zip(prompt[1:], out.prompt_logprobs[1:])])
+    off = {kv_dtype: np.abs(logprobs - found["float32"]).mean() for kv_dtype, logprobs in found.items()}
+    assert 0 < off["int8"] < min(0.05, 4 * off["bfloat16"])
+    assert np.exp(-found["int8"].mean()) < 1.01 * np.exp(-found["float32"].mean())

@@ -129,9 +129,7 @@ class CpuSession(Session):
         if isinstance(group.spec, PagedKV):
             k, v = self._pool.export_kv(self._runtime, self._layers[state], ids)
             return np.asarray(k), np.asarray(v)
-        return tuple(
-            numbers.decode(raw, dtype, shape) for raw, dtype, shape in self._plain_parts(group, state, ids)
-        )
+        return tuple(numbers.decode(raw, dtype, shape) for raw, dtype, shape in self._plain_parts(group, state, ids))
 
     def import_pages(self, group: int, ids: Sequence[int], pages: Pages) -> None:
         which = self._spec.groups[group]
