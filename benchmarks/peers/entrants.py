@@ -136,7 +136,7 @@ def peers() -> Iterator[Peer]:
     yield _llama_cpp("Q8_0", 8.5, q8, set())
     pinned = {"llama-1b:decode", "batch_8", "batch_32"}
     yield _python("openvino-genai", "int4, f32 activations", 4.25, "ov", int4, pinned, "--cfg", PINNED_F32)
-    yield _python("openvino-genai", "int4", 4.25, "ov", int4, {"prefill", "batch_32"})
+    yield _python("openvino-genai", "int4", 4.25, "ov", int4, {"prefill", "smollm2-135m:batch_32"})
     yield _sdpa(int4, set())
     yield _python("openvino-genai", "int8", 8.25, "ov", int8, set())
     ort = _forms("smollm2-135m-ort-int4", "llama1b-ort-int4")
