@@ -50,7 +50,19 @@ def root(tmp_path: Path) -> Path:
 
 
 def test_everybody_runs_by_turns_and_who_cannot_is_named(root: Path):
-    flags = ["--quick", "--json", "--models", "smollm2-135m", "--axes", "decode,peak_memory", "--patience", "0", "--timeout", "100"]
+    flags = [
+        "--quick",
+        "--json",
+        "--models",
+        "smollm2-135m",
+        "--axes",
+        "decode,peak_memory",
+        "--all-peers",
+        "--patience",
+        "0",
+        "--timeout",
+        "100",
+    ]
     command = [sys.executable, str(BENCHMARKS / "cpu_vs_peers.py"), "--peers", str(root), *flags]
     done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)
     found = json.loads(done.stdout)
