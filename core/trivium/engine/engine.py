@@ -188,7 +188,8 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Runs one step and returns the news of the requests that have any, oldest first."""
         began, elsewhere = self._clock(), self.stats.device_seconds + self.stats.draft_seconds
-        self._moved += self._expire(began)
+        if self._deadlines and self._deadlines[0][0] <= began:
+            self._moved += self._expire(began)
         flight, self._flight = self._flight or self._first_flight(began), None
         if flight is not None:
             flight.started = max(flight.started, began)
@@ -312,23 +313,25 @@ class Engine:
     def _finish(self, flight: Flight, landed: Landed, following: Flight | None = None) -> None:
         """What has landed becomes tokens and pages, which the next step builds on: it starts, and clients see the rest."""
         self.stats.steps += 1
-        self._measure(flight, landed.now)
-        self._moved += self._each(flight, landed, self._settle)
+        if self.kv.tiers is not None:
+            self._measure(self.kv.tiers, flight, landed.now)
         if following is not None:
+            self._each(flight, landed, self._settle)
             self._flight = self.runner.launch(following)
-        self._moved += self._each(flight, landed, self._commit)
+            self._each(flight, landed, self._commit)
+        else:
+            self._each(flight, landed, self._settle, self._commit)
 
-    def _each(self, flight: Flight, landed: Landed, do: Callable[[Part, Landed], bool]) -> list[Completion]:
-        """Does something for every output that has not ended while the step was under way; a fault ends its request. Returns the
-        outputs that moved, as `do` says."""
-        moved = list[Completion]()
+    def _each(self, flight: Flight, landed: Landed, *actions: Callable[[Part, Landed], bool]) -> None:
+        """Does something for every output that has not ended while the step was under way; a fault ends its request."""
         for part in flight.parts:
+            completion = part.completion
             try:
-                if part.completion.finish_reason is None and do(part, landed):
-                    moved.append(part.completion)
+                for do in actions:
+                    if completion.finish_reason is None and do(part, landed):
+                        self._moved.append(completion)
             except Exception as fault:
-                moved += self._end(part.completion.request, "error", fault)
-        return moved
+                self._moved += self._end(completion.request, "error", fault)
 
     def _settle(self, part: Part, landed: Landed) -> bool:
         """What the next step builds on: tokens and pages. Nothing has moved yet as clients see it."""
@@ -344,12 +347,11 @@ class Engine:
             self.kv.shrink(entry.seq, self.kv.blocks(entry.seq.computed))
         return False
 
-    def _measure(self, flight: Flight, now: float) -> None:
+    def _measure(self, tiers: Tiers, flight: Flight, now: float) -> None:
         """How fast prompts are computed, from steps that hardly do anything else."""
-        if self.kv.tiers is not None:
-            if (tokens := sum(e.tokens for e in flight.plan.entries)) >= PREFILL_SHARE * len(flight.plan.entries):
-                self.kv.tiers.prefill.add(tokens, now - flight.began)
-            self.stats.tier_faults = self.kv.tiers.faults.count
+        if (tokens := sum(e.tokens for e in flight.plan.entries)) >= PREFILL_SHARE * len(flight.plan.entries):
+            tiers.prefill.add(tokens, now - flight.began)
+        self.stats.tier_faults = tiers.faults.count
 
     def _commit(self, part: Part, landed: Landed) -> bool:
         """What clients see of a step, and what that ends."""

@@ -76,7 +76,7 @@ class Part(NamedTuple):
     pooled: int
 
 
-@dataclass
+@dataclass(slots=True)
 class Flight:
     """A step on its way, planned at `began` and on the device since `started`. batch: its arrays, made before the tokens that the
     step before it gives are known: those belong to `holes`, indices of entries. rows, pooled: how many tokens and how many hidden
@@ -168,8 +168,9 @@ class Runner:
             kv.pool.evicted.clear()
         if copies := plan.copies:
             session.copy_pages([copy.src for copy in copies], [copy.dst for copy in copies])
-        for seq, hit in [(entry.seq, entry.hit) for entry in plan.entries if entry.hit is not None]:
-            kv.restore(session, seq, hit)
+        for entry, _, _ in plan.undo:
+            if entry.hit is not None:
+                kv.restore(session, entry.seq, entry.hit)
 
     def wait(self, flight: Flight) -> Landed:
         """What the device sampled. If this raises, or the engine can't use it, the flight is to be undone."""
@@ -179,7 +180,7 @@ class Runner:
         started = flight.started
         try:
             sampled = flight.step.tokens()
-            hidden = self._hidden(flight, flight.step)
+            hidden = self._hidden(flight, flight.step) if flight.pooled else None
         finally:
             now = self.charge(flight)
         return Landed(sampled, self._check_sampled(sampled, flight), hidden, flight.began, now, now - started)
@@ -191,10 +192,8 @@ class Runner:
         flight.started = now
         return now
 
-    def _hidden(self, flight: Flight, step: Step) -> F32 | None:
-        """float32[pooled rows, hidden_size]; None if the step has no such rows."""
-        if not flight.pooled:
-            return None
+    def _hidden(self, flight: Flight, step: Step) -> F32:
+        """float32[pooled rows, hidden_size]."""
         hidden, want = step.output("hidden"), (flight.pooled, self.model.hidden_size)
         if hidden.shape != want:
             raise BackendError(f"the backend returned hidden states of shape {hidden.shape}, not {want}")
