@@ -322,21 +322,18 @@ class LLM(Opened, contextlib.AbstractContextManager["LLM"]):
             with self._locked():
                 self._sweep()
                 if self._inbox[number] is None:
-                    self._step()
+                    self._check_open()
+                    if not self.engine.has_unfinished():
+                        raise BackendError("this request was lost when a step was interrupted; ask again")
+                    for news in self.engine.step():
+                        earlier = self._inbox[news.request_id]
+                        if earlier is None:
+                            self._inbox[news.request_id] = news
+                        else:
+                            earlier.extend(news)
                 output, self._inbox[number] = self._inbox[number], None
                 if output is not None:
                     return output
-
-    def _step(self) -> None:
-        self._check_open()
-        if not self.engine.has_unfinished():
-            raise BackendError("this request was lost when a step was interrupted; ask again")
-        for output in self.engine.step():
-            earlier = self._inbox[output.request_id]
-            if earlier is None:
-                self._inbox[output.request_id] = output
-            else:
-                earlier.extend(output)
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:

@@ -234,8 +234,9 @@ def test_nonsense_logprobs_of_a_backend_end_the_request_that_asked_for_them(llm,
     wait = llm.engine.runner.wait
 
     def spoiled(flight):
-        landed = wait(flight)
-        return landed._replace(sampled=SPOILED[how](landed.sampled)) if landed.sampled.logprobs is not None else landed
+        wait(flight)
+        if flight.sampled.logprobs is not None:
+            flight.sampled = SPOILED[how](flight.sampled)
 
     monkeypatch.setattr(llm.engine.runner, "wait", spoiled)
     good, bad = llm.generate([PROMPT, PROMPT], [GREEDY, dataclasses.replace(GREEDY, logprobs=2)])

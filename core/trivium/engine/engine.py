@@ -30,7 +30,7 @@ from trivium.engine.migration import RequestState, export_state, import_state
 from trivium.engine.outputs import Logprob, RequestOutput, TokenLogprobs
 from trivium.engine.pooling import PoolingParams
 from trivium.engine.request import Completion, Request
-from trivium.engine.runner import Flight, Landed, Part, Runner, Stats
+from trivium.engine.runner import Flight, Part, Runner, Stats
 from trivium.engine.speculation import Drafter, Speculative, Speculator, check_rewinds, lookup_drafter
 from trivium.errors import BackendError, DeadlineError, InvalidRequestError, OverloadedError, PageFormatError, TriviumError
 from trivium.kv import Disk, Hit, KVCache, Tiers
@@ -272,7 +272,7 @@ class Engine:
         ahead = self.model.capabilities.asynchronous and self.speculator is None  # drafts follow from the tokens of this step
         following = self._prepare_after(flight) if ahead else None
         try:
-            landed = self._wait(flight, following)
+            self._wait(flight, following)
         except (Exception, SystemExit) as fault:
             self.stats.failed_steps += 1
             count = len(flight.plan.entries)
@@ -281,8 +281,8 @@ class Engine:
                 self._run_alone(entry.seq, flight.began)
             return
         if self.speculator is not None:
-            self.speculator.measure(flight.plan, landed.seconds)
-        self._finish(flight, landed, following)
+            self.speculator.measure(flight.plan, flight.seconds)
+        self._finish(flight, following)
 
     def _run_alone(self, seq: Stream, began: float) -> None:
         plan = self.scheduler.plan(only=seq) if seq in self._completions else StepPlan()
@@ -290,16 +290,16 @@ class Engine:
             return
         flight = self.runner.launch(self.runner.prepare(plan, began))
         try:
-            landed = self._wait(flight)
+            self._wait(flight)
         except (Exception, SystemExit) as fault:
             self._moved += self._end(self._completions[seq].request, "error", fault)
             return
-        self._finish(flight, landed)
+        self._finish(flight)
 
-    def _wait(self, flight: Flight, following: Flight | None = None) -> Landed:
-        """What a step gave; if it fails, everything but preemptions is as it was before it and the following one were prepared."""
+    def _wait(self, flight: Flight, following: Flight | None = None) -> None:
+        """Until a step has landed; if it fails, all but preemptions is as it was before it and the following one were prepared."""
         try:
-            return self.runner.wait(flight)
+            self.runner.wait(flight)
         except BaseException:
             for lost in filter(None, (following, flight)):
                 self.scheduler.roll_back(lost.plan, ran=lost.ran)
@@ -310,35 +310,35 @@ class Engine:
             plan = self._plan(ahead=True)
             return self.runner.prepare(plan, self._clock()) if plan.entries else None
 
-    def _finish(self, flight: Flight, landed: Landed, following: Flight | None = None) -> None:
+    def _finish(self, flight: Flight, following: Flight | None = None) -> None:
         """What has landed becomes tokens and pages, which the next step builds on: it starts, and clients see the rest."""
         self.stats.steps += 1
         if self.kv.tiers is not None:
-            self._measure(self.kv.tiers, flight, landed.now)
+            self._measure(self.kv.tiers, flight)
         if following is not None:
-            self._each(flight, landed, self._settle)
+            self._each(flight, self._settle)
             self._flight = self.runner.launch(following)
-            self._each(flight, landed, self._commit)
+            self._each(flight, self._commit)
         else:
-            self._each(flight, landed, self._settle, self._commit)
+            self._each(flight, self._settle, self._commit)
 
-    def _each(self, flight: Flight, landed: Landed, *actions: Callable[[Part, Landed], bool]) -> None:
+    def _each(self, flight: Flight, *actions: Callable[[Part, Flight], bool]) -> None:
         """Does something for every output that has not ended while the step was under way; a fault ends its request."""
         for part in flight.parts:
             completion = part.completion
             try:
                 for do in actions:
-                    if completion.finish_reason is None and do(part, landed):
+                    if completion.finish_reason is None and do(part, flight):
                         self._moved.append(completion)
             except Exception as fault:
                 self._moved += self._end(completion.request, "error", fault)
 
-    def _settle(self, part: Part, landed: Landed) -> bool:
+    def _settle(self, part: Part, flight: Flight) -> bool:
         """What the next step builds on: tokens and pages. Nothing has moved yet as clients see it."""
         completion, entry, row, at, pooled = part
-        right = completion.grow(landed.ids[at + row.scores : at + row.scores + row.sample], entry.draft)
-        if row.pooled and completion.request.pool is not None and landed.hidden is not None:
-            completion.request.pool.add(landed.hidden[pooled : pooled + row.pooled])
+        right = completion.grow(flight.ids[at + row.scores : at + row.scores + row.sample], entry.draft)
+        if row.pooled and completion.request.pool is not None and flight.hidden is not None:
+            completion.request.pool.add(flight.hidden[pooled : pooled + row.pooled])
             entry.seq.pooled += row.pooled
         entry.seq.scored += row.scores
         self.kv.advance(entry.seq, entry.tokens + right)
@@ -347,29 +347,29 @@ class Engine:
             self.kv.shrink(entry.seq, self.kv.blocks(entry.seq.computed))
         return False
 
-    def _measure(self, tiers: Tiers, flight: Flight, now: float) -> None:
+    def _measure(self, tiers: Tiers, flight: Flight) -> None:
         """How fast prompts are computed, from steps that hardly do anything else."""
         if (tokens := sum(e.tokens for e in flight.plan.entries)) >= PREFILL_SHARE * len(flight.plan.entries):
-            tiers.prefill.add(tokens, now - flight.began)
+            tiers.prefill.add(tokens, flight.now - flight.began)
         self.stats.tier_faults = tiers.faults.count
 
-    def _commit(self, part: Part, landed: Landed) -> bool:
+    def _commit(self, part: Part, flight: Flight) -> bool:
         """What clients see of a step, and what that ends."""
         completion, entry, row, at, _ = part
         seq, request = entry.seq, completion.request
         complete = row.sample or seq.computed == seq.length
         if entry.hit is not None:
-            self._count_hit(request, completion.index, entry.hit, landed.began)
+            self._count_hit(request, completion.index, entry.hit, flight.began)
         for i in range(at, at + row.scores) if row.scores else ():
             asked = completion.sampler.prompt_logprobs
-            request.prompt_logprobs.append(self._logprobs(landed.sampled, i, asked) if asked >= 0 else None)
+            request.prompt_logprobs.append(self._logprobs(flight.sampled, i, asked) if asked >= 0 else None)
         at += row.scores
         if row.sample:
-            self._show(completion, entry, landed, at)
+            self._show(completion, entry, flight, at)
         elif complete:
             completion.finish("length")
         if complete and request.clock.prefill_done is None:
-            request.clock.prefill_done = landed.now
+            request.clock.prefill_done = flight.now
         if request.started < len(request.completions) and seq.pending < 2:
             for other in request.completions[1:]:
                 self.scheduler.fork(seq, other.seq)
@@ -380,11 +380,11 @@ class Engine:
             self._retire(completion)
         return row.sample > 0 or completion.finish_reason is not None
 
-    def _show(self, completion: Completion, entry: Entry, landed: Landed, at: int) -> None:
+    def _show(self, completion: Completion, entry: Entry, flight: Flight, at: int) -> None:
         """Accepts the tokens that grew from rows `at` and following, up to one that ends the output."""
         for row, token in enumerate(completion.unseen(), at):
             asked = completion.sampler.logprobs
-            completion.accept(token, self._logprobs(landed.sampled, row, asked) if asked >= 0 else None, landed.now)
+            completion.accept(token, self._logprobs(flight.sampled, row, asked) if asked >= 0 else None, flight.now)
             self.stats.generated_tokens += 1
             if completion.finish_reason is not None:
                 break

@@ -35,11 +35,11 @@ class Text:
         """Adds a token; `watch`: stop strings count from here on; `stream`: it is wanted at once, not only at the end."""
         self._held.append(token)
         if stream or self._matcher is not None:
-            self._add(self._decode(), watch)
+            self._read(watch)
 
     def finish(self, *, watch: bool, broken: bool) -> None:
         """Lets go of what was held back, unless it ends as `broken`. Not to be called after a match."""
-        self._add(self._decode() + ("" if broken else self._detokenizer.finish()), watch)
+        self._read(watch, end=not broken)
         if self._matcher is not None and not broken:
             self.parts.append(self._matcher.finish())
             self.matched = self._matcher.matched
@@ -48,12 +48,9 @@ class Text:
         """Special tokens that stay visible. To be called before the first token."""
         self._detokenizer.show(ids)
 
-    def _decode(self) -> str:
-        """Text of the tokens that were pushed since; also if that fails, they are done with."""
-        held, self._held = self._held, []
-        return self._detokenizer.push(*held)
-
-    def _add(self, piece: str, watch: bool) -> None:
+    def _read(self, watch: bool, end: bool = False) -> None:
+        held, self._held = self._held, []  # they are done with, also if this fails
+        piece = self._detokenizer.push(*held) + (self._detokenizer.finish() if end else "")
         if self._matcher is not None and watch:
             piece, self.matched = self._matcher.push(piece)
         self.parts.append(piece)

@@ -19,6 +19,7 @@ from trivium.sampling import SamplerState, build_inputs
 from trivium.sched import Entry, RowMap, Scheduler, Sequence as Stream, StepPlan, make_batch, sampled_rows
 
 _NO_ROWS = build_inputs([], 1)
+_NOTHING = Sampled(np.zeros(0, np.int32))
 
 
 @dataclass
@@ -80,7 +81,8 @@ class Part(NamedTuple):
 class Flight:
     """A step on its way, planned at `began` and on the device since `started`. batch: its arrays, made before the tokens that the
     step before it gives are known: those belong to `holes`, indices of entries. rows, pooled: how many tokens and how many hidden
-    states it will give. fault: why there is nothing to wait for."""
+    states it will give. fault: why there is nothing to wait for. Once it has landed: what was sampled, its ids, the pooled rows'
+    hidden states (None: there are none), when that was, and how long the device took."""
 
     plan: StepPlan
     began: float
@@ -93,18 +95,11 @@ class Flight:
     started: float = 0.0
     ran: bool = False
     fault: BaseException | None = None
-
-
-class Landed(NamedTuple):
-    """What a step gave: what was sampled, its ids, the pooled rows' hidden states (None: there are none), when it began and ended,
-    and how long the device took."""
-
-    sampled: Sampled
-    ids: list[int]
-    hidden: F32 | None
-    began: float
-    now: float
-    seconds: float
+    sampled: Sampled = _NOTHING
+    ids: list[int] = field(default_factory=list)
+    hidden: F32 | None = None
+    now: float = 0.0
+    seconds: float = 0.0
 
 
 @dataclass(eq=False, repr=False)
@@ -172,18 +167,19 @@ class Runner:
             if entry.hit is not None:
                 kv.restore(session, entry.seq, entry.hit)
 
-    def wait(self, flight: Flight) -> Landed:
-        """What the device sampled. If this raises, or the engine can't use it, the flight is to be undone."""
+    def wait(self, flight: Flight) -> None:
+        """Until it has landed. If this raises, or the engine can't use what it gave, the flight is to be undone."""
         if flight.fault is not None:
             raise flight.fault
         assert flight.step is not None
         started = flight.started
         try:
-            sampled = flight.step.tokens()
-            hidden = self._hidden(flight, flight.step) if flight.pooled else None
+            flight.sampled = flight.step.tokens()
+            flight.hidden = self._hidden(flight, flight.step) if flight.pooled else None
         finally:
-            now = self.charge(flight)
-        return Landed(sampled, self._check_sampled(sampled, flight), hidden, flight.began, now, now - started)
+            flight.now = self.charge(flight)
+        flight.seconds = flight.now - started
+        flight.ids = self._check_sampled(flight)
 
     def charge(self, flight: Flight) -> float:
         """Counts the device's time up to now, which is returned."""
@@ -199,10 +195,9 @@ class Runner:
             raise BackendError(f"the backend returned hidden states of shape {hidden.shape}, not {want}")
         return hidden
 
-    def _check_sampled(self, sampled: Sampled, flight: Flight) -> list[int]:
-        want = flight.rows
-        ids: list[int] = sampled.ids.tolist()
-        vocab = self.model.vocab_size
+    def _check_sampled(self, flight: Flight) -> list[int]:
+        want, vocab = flight.rows, self.model.vocab_size
+        ids: list[int] = flight.sampled.ids.tolist()
         if len(ids) != want or (want and not (min(ids) >= 0 and max(ids) < vocab)):
             raise BackendError(f"the backend returned {ids!r} for {want} rows of a vocabulary of {vocab}")
         return ids

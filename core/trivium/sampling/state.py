@@ -93,8 +93,7 @@ class SamplerState:
         self._dry = dry and dry.copy()
         self._processors = processors
         self._prompt, self._output = prompt_ids, list[int]()
-        self._follows = self.seen is not None or dry is not None or bool(self._bad_words) or bool(processors)
-        self._min_tokens = params.min_tokens
+        self._follows = any((self.seen is not None, dry is not None, grammar is not None, bad_words, processors))
         self._fixed_bias = _pairs(params.logit_bias or {})
         self._next_bias: tuple[Pairs | None] | None = None
         plain = {name: getattr(params, name, 0) for name in _ROW.names or ()}
@@ -105,7 +104,7 @@ class SamplerState:
 
     def append(self, token: int) -> None:
         """Takes note of a token that was made. InvalidRequestError if the grammar leaves no token behind it."""
-        if self._follows or self.generated < self._min_tokens:
+        if self.moves:
             self._next_bias = None
         self.generated += 1
         if self._follows:
@@ -136,7 +135,7 @@ class SamplerState:
             return rows
         for token, mask in zip(drafts, repeat(None) if self._grammar is None else self._grammar.masks_ahead(drafts)):
             row = rows[-1]
-            if mask is not None or row._moves():
+            if row.moves:
                 row = row._copy()
                 row.append(token)
                 try:
@@ -155,13 +154,9 @@ class SamplerState:
         return self._next_bias[0]
 
     @property
-    def settled(self) -> bool:
-        """Whether no token changes what is asked for the tokens behind it, ever again."""
-        return self._grammar is None and not self._moves()
-
-    def _moves(self) -> bool:
-        """Whether the next token changes what is asked for the tokens behind it, apart from the grammar's mask."""
-        return self._follows or self.generated < self._min_tokens
+    def moves(self) -> bool:
+        """Whether the next token may change what is asked for the tokens behind it; once not, never again."""
+        return self._follows or self.generated < self.params.min_tokens
 
     def _copy(self) -> SamplerState:
         twin = copy.copy(self)
@@ -221,12 +216,9 @@ def _sum(parts: Iterable[Pairs | None]) -> Pairs:
 
 def _ragged(parts: Sequence[Pairs | None], dtype: type) -> tuple[I32, I32, Any]:
     """Rows of (ids, values), None for none, one after the other: starts, ids, values."""
-    found = [part for part in parts if part is not None]
-    if not found:
-        return np.zeros(len(parts) + 1, np.int32), np.zeros(0, np.int32), np.zeros(0, dtype)
-    starts = np.cumsum([0, *(0 if part is None else len(part[0]) for part in parts)], dtype=np.int32)
-    ids, values = [part[0] for part in found], [part[1] for part in found]
-    return starts, np.concatenate(ids), np.concatenate(values)
+    nothing = np.zeros(0, np.int32), np.zeros(0, dtype)
+    ids, values = zip(nothing, *[nothing if part is None else part for part in parts])
+    return np.cumsum([len(each) for each in ids], dtype=np.int32), np.concatenate(ids), np.concatenate(values)
 
 
 def _masks(rows: Sequence[Row], vocab_size: int) -> Mask | None:
@@ -246,7 +238,7 @@ def build_inputs(rows: Sequence[Row], vocab_size: int, kept: dict[Any, SampleInp
     if inputs is None:
         kept.clear()
         inputs = _make_inputs(rows, score_ids, vocab_size)
-        if all(state.settled for state in states):
+        if not any(state.moves for state in states):
             kept[states, score_ids] = inputs
     inputs.position = np.array(positions, np.int64)
     return inputs

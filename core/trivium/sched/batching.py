@@ -37,13 +37,12 @@ def make_batch(entries: Seq[Entry], rows: Seq[RowMap], kv: KVCache, sampling: Sa
     int32: numpy's own operations on a handful of numbers would cost more than they do."""
     parts = tokens, positions, starts, ends, wanted, pool_rows = [array("i") for _ in range(6)]
     starts.append(0)
-    seats, spans, blocks = list[int](), list[tuple[int, int, int]](), 1
+    spans, blocks = list[tuple[int, int, int]](), 1
     for (seq, start, count, _, draft, _), (first, scores, sample, pooled) in zip(entries, rows):
         known, offset = start + count, len(tokens) - start
         tokens += seq.tokens(start, known)
         end = known + len(draft)
-        if draft:
-            tokens.extend(draft)
+        tokens.extend(draft)
         positions.extend(range(start, end))
         if scores:
             wanted.extend(range(first + offset, first + offset + scores))
@@ -53,11 +52,10 @@ def make_batch(entries: Seq[Entry], rows: Seq[RowMap], kv: KVCache, sampling: Sa
             pool_rows.extend(range(known + offset - pooled, known + offset))
         starts.append(end + offset)
         ends.append(end)
-        seats.append(seq.row)
         spans.append((seq.row, start, end))
         blocks = max(blocks, seq.blocks)
     joined, stop = bytearray().join(parts), 0
     flat: I32 = np.ndarray((len(joined) // 4,), np.int32, joined)
     made = [flat[stop : (stop := stop + len(part))] for part in parts]
-    tables = kv.block_tables(seats, blocks)
+    tables = kv.block_tables([row for row, _, _ in spans], blocks)
     return Batch(made[0], made[1], made[2], made[3], tables, kv.slots(spans), made[4], sampling, made[5], flat[:0])
