@@ -216,7 +216,7 @@ def _sum(parts: Iterable[Pairs | None]) -> Pairs:
 
 def _ragged(parts: Sequence[Pairs | None], dtype: type) -> tuple[I32, I32, Any]:
     """Rows of (ids, values), None for none, one after the other: starts, ids, values."""
-    nothing = np.zeros(0, np.int32), np.zeros(0, dtype)
+    nothing: Pairs = np.zeros(0, np.int32), np.zeros(0, dtype)
     ids, values = zip(nothing, *[nothing if part is None else part for part in parts])
     return np.cumsum([len(each) for each in ids], dtype=np.int32), np.concatenate(ids), np.concatenate(values)
 
