@@ -191,9 +191,8 @@ class Request:
 
     def output(self, moved: list[Completion], clock: Callable[[], float]) -> RequestOutput:
         """News for the client: the outputs that moved, or all of them if it doesn't stream."""
-        output = RequestOutput(
-            self.id, self.prompt_ids, [c.output() for c in moved] if self.stream else self._outputs(), self.finished
-        )
+        news = [c.output() for c in moved] if self.stream else self._outputs()
+        output = RequestOutput(self.id, self.prompt_ids, news, self.finished)
         output.prompt_logprobs = None if self.params.prompt_logprobs is None else self.prompt_logprobs
         output.error, output.client_id = self.error, self.client_id
         if output.finished:

@@ -370,7 +370,9 @@ class KVCache:
                     at = end
             for g in self.recurrent:
                 found[g].extend([page(g, row, 0) * size] * (stop - start))
-        return np.ndarray((len(found), len(found[0])), np.int64, bytearray().join(found))
+        for more in found[1:]:
+            found[0] += more
+        return np.ndarray((len(found), len(found[0]) // len(found)), np.int64, found[0])
 
     def check(self, streams: Iterable[Stream]) -> None:
         """Raises AssertionError unless the pages in use are exactly those of `streams`, and none is written while it is shared."""

@@ -82,8 +82,7 @@ class Sampled(NamedTuple):
     top_logprobs: F32 | None = None
 
 
-def _none() -> I32:
-    return np.zeros(0, np.int32)
+_NONE: I32 = np.zeros(0, np.int32)
 
 
 @dataclass(slots=True)
@@ -105,8 +104,8 @@ class Batch:
     slot_mapping: I64
     sample_rows: I32
     sampling: SampleInputs
-    pool_rows: I32 = field(default_factory=_none)
-    adapters: I32 = field(default_factory=_none)
+    pool_rows: I32 = field(default_factory=lambda: _NONE)
+    adapters: I32 = field(default_factory=lambda: _NONE)
 
     @property
     def tokens(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import repeat
@@ -240,7 +241,7 @@ def build_inputs(rows: Sequence[Row], vocab_size: int, kept: dict[Any, SampleInp
         inputs = _make_inputs(rows, score_ids, vocab_size)
         if not any(state.moves for state in states):
             kept[states, score_ids] = inputs
-    inputs.position = np.array(positions, np.int64)
+    inputs.position = np.ndarray((len(positions),), np.int64, array("q", positions))
     return inputs
 
 

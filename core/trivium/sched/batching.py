@@ -54,8 +54,11 @@ def make_batch(entries: Seq[Entry], rows: Seq[RowMap], kv: KVCache, sampling: Sa
         ends.append(end)
         spans.append((seq.row, start, end))
         blocks = max(blocks, seq.blocks)
-    joined, stop = bytearray().join(parts), 0
-    flat: I32 = np.ndarray((len(joined) // 4,), np.int32, joined)
-    made = [flat[stop : (stop := stop + len(part))] for part in parts]
+    whole, made, at = array("i"), list[I32](), 0
+    for part in parts:
+        whole += part
+    for part in parts:
+        made.append(np.ndarray((len(part),), np.int32, whole, at))
+        at += 4 * len(part)
     tables = kv.block_tables([row for row, _, _ in spans], blocks)
-    return Batch(made[0], made[1], made[2], made[3], tables, kv.slots(spans), made[4], sampling, made[5], flat[:0])
+    return Batch(made[0], made[1], made[2], made[3], tables, kv.slots(spans), made[4], sampling, made[5])
