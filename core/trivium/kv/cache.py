@@ -359,7 +359,7 @@ class KVCache:
     def slots(self, spans: Iterable[tuple[int, int, int]]) -> I64:
         """int64[groups, tokens]: page * page_size + offset of tokens start..stop of each (row, start, stop); for recurrent groups
         the offset is 0. Loops over pages, never over tokens."""
-        size, page, found = self.page_size, self._tables.item, [array("q") for _ in self._tables]
+        size, page, found = self.page_size, self._tables.item, [list[int]() for _ in self._tables]
         for row, start, stop in spans:
             for g in self.paged:
                 at = start
@@ -370,9 +370,7 @@ class KVCache:
                     at = end
             for g in self.recurrent:
                 found[g].extend([page(g, row, 0) * size] * (stop - start))
-        for more in found[1:]:
-            found[0] += more
-        return np.ndarray((len(found), len(found[0]) // len(found)), np.int64, found[0])
+        return np.ndarray((len(found), len(found[0])), np.int64, array("q", sum(found, list[int]())))
 
     def check(self, streams: Iterable[Stream]) -> None:
         """Raises AssertionError unless the pages in use are exactly those of `streams`, and none is written while it is shared."""

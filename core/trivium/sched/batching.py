@@ -33,30 +33,27 @@ def sampled_rows(entry: Entry) -> RowMap:
 
 
 def make_batch(entries: Seq[Entry], rows: Seq[RowMap], kv: KVCache, sampling: SampleInputs) -> Batch:
-    """The arrays of a step whose pages are reserved. Loops over sequences, never over tokens, and makes one array of all that is
-    int32: numpy's own operations on a handful of numbers would cost more than they do."""
-    parts = tokens, positions, starts, ends, wanted, pool_rows = [array("i") for _ in range(6)]
+    """The arrays of a step whose pages are reserved. Loops over sequences, and makes one array of all that is int32: numpy's own
+    operations on a handful of numbers would cost more than they do."""
+    parts = tokens, positions, starts, ends, wanted, pool_rows = [list[int]() for _ in range(6)]
     starts.append(0)
     spans, blocks = list[tuple[int, int, int]](), 1
     for (seq, start, count, _, draft, _), (first, scores, sample, pooled) in zip(entries, rows):
         known, offset = start + count, len(tokens) - start
-        tokens += seq.tokens(start, known)
+        tokens.extend(seq.tokens(start, known))
         end = known + len(draft)
         tokens.extend(draft)
         positions.extend(range(start, end))
         if scores:
             wanted.extend(range(first + offset, first + offset + scores))
-        if sample:
-            wanted.extend(range(known + offset - 1, known + offset - 1 + sample))
+        wanted.extend(range(known + offset - 1, known + offset - 1 + sample))
         if pooled:
             pool_rows.extend(range(known + offset - pooled, known + offset))
         starts.append(end + offset)
         ends.append(end)
         spans.append((seq.row, start, end))
         blocks = max(blocks, seq.blocks)
-    whole, made, at = array("i"), list[I32](), 0
-    for part in parts:
-        whole += part
+    whole, made, at = array("i", sum(parts, list[int]())), list[I32](), 0
     for part in parts:
         made.append(np.ndarray((len(part),), np.int32, whole, at))
         at += 4 * len(part)
