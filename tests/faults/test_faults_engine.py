@@ -55,7 +55,7 @@ def test_o41_time_per_token_is_not_the_gap_between_chunks(tokens: int, chunks: i
         assert metrics.time_per_output_token == pytest.approx(0.01)
 
 
-@pytest.mark.parametrize(("backend", "kv_dtype"), [("reference", "int8"), ("reference", "fp8_e4m3"), ("cpu", "fp8_e4m3")])
+@pytest.mark.parametrize(("backend", "kv_dtype"), [("reference", "fp8_e4m3"), ("cpu", "fp8_e4m3"), ("cpu", "int4")])
 def test_o45_a_cache_in_8_bits_is_refused_where_nothing_scales_it(tmp_path: Any, backend: str, kv_dtype: str) -> None:
     folder = make_checkpoint(tmp_path, "llama")
     with pytest.raises(InvalidRequestError, match="kv_dtype") as refused:
@@ -67,7 +67,7 @@ def test_o45_a_cache_in_8_bits_is_refused_where_nothing_scales_it(tmp_path: Any,
 
 @pytest.mark.parametrize("size", [1.0, 5.0])
 def test_o45_int8_scales_each_tokens_key_and_value(tmp_path: Any, size: float) -> None:
-    """Larger keys and values, too: no scale is fixed at 1."""
+    """Larger keys and values, too: no scale is fixed at 1. Both backends keep the same numbers."""
     folder = make_checkpoint(tmp_path, "llama")
     weights = folder / "model.safetensors"
     tensors = read_safetensors(weights)
@@ -80,6 +80,10 @@ def test_o45_int8_scales_each_tokens_key_and_value(tmp_path: Any, size: float) -
         with LLM(str(folder), backend="cpu", kv_dtype=kv_dtype) as llm:
             [out] = llm.generate([prompt], SamplingParams(max_tokens=0, prompt_logprobs=1))
             found[kv_dtype] = np.array([entry[token].logprob for token, entry in zip(prompt[1:], out.prompt_logprobs[1:])])
+    with LLM(str(folder), backend="reference", kv_dtype="int8") as llm:
+        [out] = llm.generate([prompt], SamplingParams(max_tokens=0, prompt_logprobs=1))
+        want = [entry[token].logprob for token, entry in zip(prompt[1:], out.prompt_logprobs[1:])]
+    np.testing.assert_allclose(found["int8"], want, atol=0.05)
     off = {kv_dtype: np.abs(logprobs - found["float32"]).mean() for kv_dtype, logprobs in found.items()}
     assert 0 < off["int8"] < min(0.05, 4 * off["bfloat16"])
     assert np.exp(-found["int8"].mean()) < 1.01 * np.exp(-found["float32"].mean())

@@ -272,6 +272,34 @@ inline void attend(const AttentionSpan& s, const Partial& out) {
   });
 }
 
+// `rounds` times kProductSums sums of a pair of products, all in registers: what the format's arithmetic can reach at most.
+inline float products(KvType type, int64_t rounds) {
+  alignas(64) uint8_t zeros[8 * kKeyRun];
+  for (uint8_t& zero : zeros) zero = rounds < 0;  // which the compiler can't know
+  float result = 0;
+  with_pages(type, [&](auto pages) {
+    using Pages = decltype(pages);
+    typename Pages::Number two[2];
+    std::memcpy(two, zeros, sizeof(two));
+    typename Pages::Sum sums[kProductSums];
+    for (auto& sum : sums) sum = Pages::zero();
+    const auto x = Pages::key(reinterpret_cast<const typename Pages::Item*>(zeros), 0, 0, 0, 0);
+    for (int64_t i = 0; i < rounds; ++i) {
+      for (int half = 0; half < Pages::kHalves; ++half) {
+        for (auto& sum : sums) sum = Pages::step(sum, x, two, half);
+      }
+    }
+    for (const auto& sum : sums) {
+      if constexpr (kScaled<Pages>) {
+        result += reduce_add(to_float(sum));
+      } else {
+        result += reduce_add(sum);
+      }
+    }
+  });
+  return result;
+}
+
 inline void merge(const Partial& total, const Partial& part, int64_t rows, int64_t value_dim) {
   for (int64_t r = 0; r < rows; ++r) {
     float* sums = total.values + r * value_dim;

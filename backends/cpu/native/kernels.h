@@ -23,6 +23,7 @@ enum class KvType : int { float32, bfloat16, float16, int8 };
 
 inline constexpr int64_t kKeyRun = 16;     // keys that always lie in one page
 inline constexpr int64_t kSpan = 256;      // keys that the softmax looks at together; spans start at multiples of it
+inline constexpr int64_t kProductSums = 12;
 inline constexpr int64_t kSpanRows = 16;   // rows whose scores are made together, at most
 inline constexpr int64_t kValueAlign = 16; // value heads are padded to a multiple of this many numbers
 
@@ -110,6 +111,9 @@ struct Kernels {
   void (*attend)(const AttentionSpan& span, const Partial& out);
   // total := total merged with part, for `rows` rows. A part without keys changes nothing; a total without keys becomes the part.
   void (*merge)(const Partial& total, const Partial& part, int64_t rows, int64_t value_dim);
+  // For measurements: `rounds` times kProductSums vectors of sums of two products of the format.
+  float (*products)(KvType type, int64_t rounds);
+  int64_t lanes;  // of a vector of sums
   // y[head_dim] = values / total of one row. sink: one more score without a value, or null.
   void (*finish)(float peak, float total, const float* values, const float* sink, float* y, int64_t head_dim);
 };

@@ -8,7 +8,7 @@ namespace trivium::TRIVIUM_TIER {
 
 inline constexpr Kernels make_kernels(const char* name) {
   return {name,     add,      mul,  scale,  softcap, activation, gated,  rms_norm, layer_norm,
-          rope,     max_of,   exp_of, dot, add_scaled, write_kv, read_kv, queries,  attend, merge,  finish};
+          rope,     max_of,   exp_of, dot, add_scaled, write_kv, read_kv, queries,  attend, merge,  products, W, finish};
 }
 
 }  // namespace trivium::TRIVIUM_TIER

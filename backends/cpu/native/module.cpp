@@ -184,6 +184,7 @@ NB_MODULE(_native, m) {
       .def("unpack", &unpack, "matrix"_a, "float32[out, in]: the numbers that a matrix holds.");
   bind_kv(m);
   bind_tape(m);
+  bind_attention(m);
   nb::module_ amx_module = m.def_submodule("amx");
   bind_amx(amx_module);
 }

@@ -11,12 +11,16 @@ import numpy.typing as npt
 from trivium.conformance.report import Mismatch
 from trivium.ops import Operator, Pattern, Tolerance
 from trivium.ops.patterns import trace
+from trivium.ops.state import kv_int8
 
 Array = npt.NDArray[Any]
 
 
 def round_to(array: Array, dtype: str) -> Array:
-    """float32 numbers that `dtype` holds exactly; a dtype that is not a plain float leaves them as they are."""
+    """float32 numbers that `dtype` holds exactly, the nearest ones; a dtype that is neither a plain float nor "int8" (of KV pages)
+    leaves them as they are."""
+    if dtype == "int8":
+        return kv_int8(np.ascontiguousarray(array, np.float32))
     if dtype == "float16":
         return array.astype(np.float16).astype(np.float32)
     if dtype != "bfloat16":

@@ -10,7 +10,7 @@ import numpy as np
 
 from trivium.conformance.examples import Example, make_example
 from trivium.conformance.lab import Lab, Outcome
-from trivium.conformance.numbers import expect_close, tolerance
+from trivium.conformance.numbers import expect_close, round_to, tolerance
 from trivium.conformance.report import Check, Mismatch, Verdict
 from trivium.ops import OPERATORS, Case, Operator, Pattern, PagedState, Program, Tolerance
 from trivium.plugin.select import Choice, choose, kernel_name
@@ -76,7 +76,18 @@ def judge_case(lab: Lab, op: Operator | Pattern, case: Case, setting: Setting, w
     except Exception as e:
         raise Mismatch(f"{where} {type(e).__name__}: {e}") from e
     compare(where, outcome, tolerance(op, dtypes))
+    if op.name in ("kv_write", "latent_write"):
+        _expect_kept(where, outcome, setting.kv_dtype)
     return choice
+
+
+def _expect_kept(where: str, outcome: Outcome, kv_dtype: str) -> None:
+    """Keys and values that were only stored are those that the KV dtype keeps, to the last bit."""
+    for got, right in zip(outcome.states, outcome.want_states):
+        assert isinstance(got, PagedState) and isinstance(right, PagedState)
+        for part in ("k", "v"):
+            want = round_to(getattr(right, part), kv_dtype)
+            expect_close(f"{where} stored {part}", getattr(got, part), want, Tolerance(0, 0))
 
 
 def chosen(lab: Lab, program: Program, example: Example, op: Operator | Pattern) -> Choice:

@@ -14,7 +14,7 @@ from trivium.ops import Group, KVSpec, LatentKV, PagedKV, Recurrent, StateSpec
 from trivium.plugin import Pages, Session
 
 POOL = 9
-_PLAIN = ("float32", "float16", "bfloat16")
+_EXACT = ("float32", "float16", "bfloat16", "int8")
 _GROUPS: dict[str, tuple[StateSpec, ...]] = {
     "one group": (PagedKV(2, 16),),
     "window and full groups": (PagedKV(3, 8, window=16), PagedKV(3, 8)),
@@ -38,7 +38,7 @@ def _spec(lab: Lab, specs: tuple[StateSpec, ...], dtype: str) -> KVSpec:
 
 
 def random_pages(rng: np.random.Generator, spec: KVSpec, group: int, count: int) -> Pages:
-    """`count` pages of numbers that the KV dtype holds exactly, where that is a plain float."""
+    """`count` pages of numbers that the KV dtype holds exactly, where that is a plain float or int8."""
     which = spec.groups[group]
     shapes = which.spec.page_shapes(spec.page_size)
 
@@ -75,7 +75,7 @@ def _judge_group(first: Session, second: Session, spec: KVSpec, group: int, page
     ids = [7, 0, 3, 5]
     first.import_pages(group, ids, pages)
     held = first.export_pages(group, ids)
-    if spec.dtype in _PLAIN:
+    if spec.dtype in _EXACT:
         _expect_equal("import, export", held, pages)
     if (held.page_size, held.dtype) != (spec.page_size, spec.dtype) or held.group != spec.groups[group]:
         raise Mismatch(f"exported pages call themselves {held.group}, {held.page_size} tokens of {held.dtype}")

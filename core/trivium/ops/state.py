@@ -66,7 +66,8 @@ class Group:
 @dataclass(frozen=True)
 class KVSpec:
     """What a backend must store. One pool of pages serves all groups: a page belongs to one group at a time and holds
-    `page_size` tokens of each of its layer slots (for Recurrent: one sequence's state of each). `dtype`: a KV format."""
+    `page_size` tokens of each of its layer slots (for Recurrent: one sequence's state of each). `dtype`: a KV format: a float type
+    (numbers are rounded to nearest, ties to even) or "int8", see kv_int8(); recurrent states are float32 whatever it is."""
 
     page_size: int
     dtype: str
@@ -79,6 +80,17 @@ class KVSpec:
     @property
     def layer_slots(self) -> int:
         return max((len(g.states) for g in self.groups), default=0)
+
+
+def kv_int8(x: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    """The numbers that a KV format of int8 keeps of x[..., n]: each row (of a token and head) is whole numbers within -127..127
+    times a scale, largest size / 127 rounded to bfloat16: all products are exact, and a row that was read is written again as
+    it is. Both roundings go to the nearest, ties to even; a row of zeros has the scale 0."""
+    bits = (np.abs(x).max(axis=-1, keepdims=True) / np.float32(127)).view(np.uint32)
+    scale = ((bits + np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))) & np.uint32(0xFFFF0000)).view(np.float32)
+    whole = np.rint(np.clip(x / np.where(scale == 0, np.float32(np.inf), scale), -127, 127))
+    kept: npt.NDArray[np.float32] = whole * scale
+    return kept
 
 
 class Pages(NamedTuple):

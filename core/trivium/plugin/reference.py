@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from trivium.errors import CapacityError, InvalidRequestError
 from trivium.ops import OPERATORS, Batch, Group, KVSpec, PagedKV, PagedState, Pages, Program, RecurrentState, StateSpec, Weight
-from trivium.ops.state import state_of
+from trivium.ops.state import kv_int8, state_of
 from trivium.plugin.contract import (
     API_VERSION, Backend, Capabilities, Device, Executable, Kernel, Memory, Probe, Session, Tensor, WeightFormat,
 )  # fmt: skip
@@ -88,7 +88,12 @@ class ReferenceSession(Session):
     def import_pages(self, group: int, ids: Sequence[int], pages: Pages) -> None:
         for slot, tensors in enumerate(pages.tensors):
             for mine, theirs in zip(self._arrays(self._spec.groups[group], slot), tensors, strict=True):
-                mine[list(ids)] = theirs
+                mine[list(ids)] = self.kept(theirs, group)
+
+    def kept(self, numbers: F32, group: int = -1) -> F32:
+        """What the KV dtype keeps of keys, values or pages; recurrent states stay."""
+        paged = group < 0 or self._spec.groups[group].spec.paged
+        return kv_int8(numbers) if self._spec.dtype == "int8" and paged else numbers
 
     def copy_pages(self, src: Sequence[int], dst: Sequence[int]) -> None:
         for arrays in self._pool.values():
@@ -113,7 +118,7 @@ class ReferenceBackend(Backend):
     def capabilities(self, device: Device) -> Capabilities:
         return Capabilities(
             dtypes=("float32",), weight_formats=(WeightFormat("float32", 32.0, frozenset({"float32", "float16", "bfloat16"})),),
-            kv_dtypes=("float32",), page_sizes=(16, *(n for n in range(1, 257) if n != 16)),
+            kv_dtypes=("float32", "int8"), page_sizes=(16, *(n for n in range(1, 257) if n != 16)),
             unsupported={"bfloat16": "the reference computes in float32", "float16": "the reference computes in float32"},
         )  # fmt: skip
 
@@ -129,6 +134,8 @@ class ReferenceBackend(Backend):
 
 
 def _runner(name: str) -> Any:
+    if name in ("kv_write", "latent_write"):
+        return lambda session, args, attrs: OPERATORS[name](args[0], *map(session.kept, args[1:]), **attrs)
     return lambda session, args, attrs: OPERATORS[name](*args, **attrs)
 
 
