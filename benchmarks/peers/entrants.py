@@ -132,7 +132,7 @@ def peers() -> Iterator[Peer]:
     hf = _forms("smollm2-135m-hf", "llama1b-rand-hf", "gemma3-270m-hf")
     yield _llama_cpp("Q4_0", 4.5, q4, {"decode", "cold", "gemma3-270m:prefill"})
     yield _llama_cpp("Q4_0, KV Q8_0", 4.5, q4, {"smollm2-135m:decode"}, "-fa on -ctk q8_0 -ctv q8_0")
-    yield _llama_cpp("Q4_K_M", 4.8, _forms(gemma="gemma-3-270m-q4_k_m.gguf"), {"decode"})
+    yield _llama_cpp("Q4_K_M", 4.8, _forms(gemma="gemma-3-270m-q4_k_m.gguf"), {"decode", "prefill"})
     yield _llama_cpp("Q8_0", 8.5, q8, set())
     pinned = {"llama-1b:decode", "batch_8", "batch_32"}
     yield _python("openvino-genai", "int4, f32 activations", 4.25, "ov", int4, pinned, "--cfg", PINNED_F32)
