@@ -40,13 +40,28 @@ def test_inputs_are_quantised_to_nearest(isa: str, in_: int) -> None:
     x = inputs(5, in_)
     x[2, :32] = 0
     x[3] *= 1e-20
-    codes, scale = quantised(x)
+    x[4, :32] *= 1e-6
+    codes, multiplier, scale = quantised(x)
     result = linear.quantise(isa, x)
     np.testing.assert_array_equal(result["q"], codes.reshape(5, -1))
-    np.testing.assert_array_equal(result["scale"], scale)
-    np.testing.assert_array_equal(result["negative_sum"], -codes.sum(axis=2))
-    np.testing.assert_array_equal(result["negative_half_sum"], -codes.reshape(5, -1, 16).sum(axis=2))
-    np.testing.assert_array_equal(result["scaled_sum"], scale * codes.sum(axis=2).astype(np.float32))
+    np.testing.assert_allclose(result["scale"] * np.float32(2**10), scale, rtol=2e-7)
+    np.testing.assert_array_equal(2.0 ** (result["shift"] - 10) * (1 + result["quarters"] / 4), multiplier)
+    np.testing.assert_array_equal(result["start4"], -8 * codes.sum(axis=2))
+    np.testing.assert_array_equal(result["start8"], -128 * codes.sum(axis=2))
+    np.testing.assert_array_equal(result["start8_half"], -128 * codes.reshape(5, -1, 16).sum(axis=2))
+    np.testing.assert_array_equal(result["scaled_sum"], 2**10 * multiplier * codes.sum(axis=2).astype(np.float32))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_a_group_keeps_its_own_precision_beside_a_large_one(isa: str) -> None:
+    x = inputs(8, 320)
+    x[:, 64:96] *= 300
+    result = linear.quantise(isa, x)
+    multiplier = 2.0 ** result["shift"] * (1 + result["quarters"] / 4)
+    decoded_x = result["q"].reshape(8, -1, 32) * (result["scale"][:, None] * multiplier)[..., None]
+    error = np.abs(decoded_x - x.reshape(8, -1, 32)).max(axis=2)
+    largest = np.abs(x).reshape(8, -1, 32).max(axis=2)
+    assert (error <= largest / 127 * 1.25 / 2 * 1.0001).all()
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -96,7 +111,7 @@ def test_a_row_has_the_same_bits_alone_and_in_any_batch(isa: str, format: str, s
     m = matrix(format, storage, 96, 256)
     x = inputs(64, 256)
     alone = np.concatenate([multiply(isa, m, x[r : r + 1]) for r in range(64)])
-    for rows in ROWS + [12, 13, 24, 31]:
+    for rows in ROWS + [4, 5, 6, 7, 9, 12, 13, 24, 31]:
         np.testing.assert_array_equal(multiply(isa, m, x[:rows]).view(np.uint32), alone[:rows].view(np.uint32))
 
 

@@ -51,23 +51,28 @@ def decoded(storage: str, rows: Bytes) -> Floats:
     return gguf.quants.dequantize(data, kind).astype(np.float32)
 
 
-def quantised(x: Floats) -> tuple[npt.NDArray[np.int32], Floats]:
-    """Rows as signed 8-bit codes int32[rows, groups, 32] with scales float32[rows, groups], in float32 arithmetic."""
+def quantised(x: Floats) -> tuple[npt.NDArray[np.int32], Floats, Floats]:
+    """Rows as signed 8-bit codes int32[rows, groups, 32] with multipliers float32[rows, groups] and scales float32[rows] of which
+    x = scale * multiplier * code, in float32 arithmetic. Multipliers: the least quarters of powers of two, 2**-10 to 1."""
     padded = np.zeros((len(x), -(-x.shape[1] // (2 * GROUP)) * 2 * GROUP), np.float32)
     padded[:, : x.shape[1]] = x
     groups = padded.reshape(len(x), -1, GROUP)
-    largest = np.abs(groups).max(axis=2)
-    with np.errstate(divide="ignore"):
-        inverse = np.where(largest >= 1e-30, np.float32(127) / largest, np.float32(0)).astype(np.float32)
-    codes = np.rint(groups * inverse[..., None]).astype(np.int32)
-    return codes, np.where(largest >= 1e-30, largest * np.float32(1 / 127), np.float32(0))
+    most = np.abs(padded).max(axis=1, keepdims=True)
+    live = most >= 1e-30
+    safe = np.where(live, most, np.float32(1))
+    share = np.maximum(np.abs(groups).max(axis=2) / safe, np.float32(2**-10))
+    mantissa, exponent = np.frexp(share)
+    multiplier = np.ldexp(np.ceil(mantissa * 8) / 8, exponent).astype(np.float32)
+    codes = np.rint(groups * (np.float32(127) / safe / multiplier)[..., None]).astype(np.int32)
+    scale = np.where(live, most / np.float32(127), np.float32(0))[:, 0]
+    return np.where(live[..., None], codes, 0), np.where(live, multiplier, np.float32(2**-10)), scale.astype(np.float32)
 
 
 def product_of_quantised(x: Floats, weights: Floats) -> npt.NDArray[np.float64]:
     """x W^T with x rounded as the kernels round it, otherwise in float64."""
-    codes, scale = quantised(x)
-    rounded = (codes * scale[..., None].astype(np.float64)).reshape(len(x), -1)[:, : x.shape[1]]
-    return rounded @ weights.astype(np.float64).T
+    codes, multiplier, scale = quantised(x)
+    rounded = codes * (scale[:, None] * multiplier)[..., None].astype(np.float64)
+    return rounded.reshape(len(x), -1)[:, : x.shape[1]] @ weights.astype(np.float64).T
 
 
 def assert_close(actual: Floats, expected: npt.NDArray[Any], relative: float) -> None:

@@ -32,7 +32,7 @@ public:
 private:
   // Up to so many rows every thread prepares the input for itself, which is cheaper than waiting for another.
   static constexpr int64_t kOwnRows = 2;
-  static constexpr int64_t kRowsAtATime = 2 * linear::kRowBlock;
+  static constexpr int64_t kRowsAtATime = 3 * linear::kRowBlock;
   static constexpr int64_t kTilesAtATime = 8;
 
   // One thread's memory.

@@ -1,16 +1,19 @@
 // The linear kernels, written once over a vector type (simd_*.h) and compiled in one file for each instruction set.
 //
-// Integer layouts: for output o and a group g of inputs that share a scale,
-//   y[o] = sum_g scale[o,g] * (sx[g] * float(sum_i code[o,i] * q[i])) + min[o,g] * (sx[g] * sum_i q[i]),
-// the inner sum exact in int32. A symmetric layout starts it at -zero * sum_i q[i] and has no min. Groups are added front to
-// back, each by one rounded product and one (two with a minimum) multiply-add, whatever the number of rows: that is why batches
-// don't change bits. Float layouts add input by input, front to back, one multiply-add each.
+// Integer layouts: for output o and groups g of inputs that share a scale,
+//   y[o] = sx * sum_g (scale[o,g] * m[g] * float(2^shift[g] * sum_i code[o,i] * q[i]) + min[o,g] * (m[g] * 2^shift[g] * sum_i q[i])),
+// the inner sum exact in int32, scale * m from a table for the four values of m = 1 + quarters / 4. A symmetric layout starts the inner
+// sum at -zero * sum_i q[i] and has no min. Groups are added front to back, each by one multiply-add (two with a minimum), whatever
+// the number of rows: that is why batches don't change bits. Where dots and multiply-adds share their pipes this leaves 8 of 9 slots (8
+// of 10) to the dots: shifts, conversions and the masks that unpack 4 bits run beside them. Float layouts add input by input, front
+// to back, one multiply-add each.
 //
-// Registers hold kRows rows of one tile (integer), or kFloatRows rows of two tiles (float), so that a line of weights is loaded
-// and unpacked once for that many rows. Rows are walked in blocks whose quantised form stays in the second-level cache.
+// Registers hold up to kRows rows of one tile (integer), or kFloatRows rows of two tiles (float), so that a line of weights is
+// loaded and unpacked once for that many rows. Rows are walked in blocks whose quantised form stays in the second-level cache.
 #pragma once
 
 #include <algorithm>
+#include <bit>
 
 #include "layout.h"
 
@@ -28,12 +31,13 @@ struct LinearKernel {
   // ------------------------------------------------------------------------------------------------------------ results
 
   TRIVIUM_INLINE static void finish(F32 value, const Output& output, int64_t row, int64_t out, int64_t width) {
+    if (width < kTile) return finish_part(value, output, row, out, width);
     float* y = output.y + row * output.ldy + out;
-    if (width >= kTile) {
-      if (output.bias) value = S::add(value, S::load(output.bias + out));
-      S::store(output.accumulate ? S::add(S::load(y), value) : value, y);
-      return;
-    }
+    if (output.bias) value = S::add(value, S::load(output.bias + out));
+    S::store(output.accumulate ? S::add(S::load(y), value) : value, y);
+  }
+  [[gnu::noinline]] static void finish_part(F32 value, const Output& output, int64_t row, int64_t out, int64_t width) {
+    float* y = output.y + row * output.ldy + out;
     alignas(64) float lane[kTile];
     S::store(value, lane);
     for (int64_t i = 0; i < width; ++i) {
@@ -51,25 +55,44 @@ struct LinearKernel {
     }
   }
 
+  // Calls body<R>(row) for as few blocks of at most kMost rows as there must be, as even as they can be.
+  template <int kMost, class Body>
+  TRIVIUM_INLINE static void for_even_rows(Range rows, const Body& body) {
+    for (int64_t blocks = (rows.end - rows.begin + kMost - 1) / kMost; blocks > 0; --blocks) {
+      const int64_t count = (rows.end - rows.begin + blocks - 1) / blocks;
+      call_block<kMost>(count, rows.begin, body);
+      rows.begin += count;
+    }
+  }
+  template <int R, class Body>
+  TRIVIUM_INLINE static void call_block(int64_t count, int64_t row, const Body& body) {
+    if (count == R) return body.template operator()<R>(row);
+    if constexpr (R > 1) call_block<R - 1>(count, row, body);
+  }
+
   // ----------------------------------------------------------------------------------------------------- integer layouts
 
-  // The rows that a block of R reads; offsets in bytes from the first row's record.
-  struct Rows {
-    const uint8_t* record;
+  // The current group of each of R rows. Every third row has a pointer, from which the next two are one and two strides away: there are
+  // too few registers for more, and hiding these keeps the compiler from trying.
+  template <int R>
+  struct Groups {
+    static constexpr int kPointers = (R + 2) / 3;
+    const uint8_t* pointer[kPointers];
     int64_t stride;
-    int64_t scale;
-    int64_t scaled_sum;
-    int64_t negative_sum;
-    int64_t negative_half_sum;
 
-    TRIVIUM_INLINE Rows(const QuantisedRows& rows, int64_t first)
-        : record(rows.data + first * rows.stride), stride(rows.stride), scale(rows.padded(rows.in)),
-          scaled_sum(scale + 4 * rows.groups()), negative_sum(scaled_sum + 4 * rows.groups()),
-          negative_half_sum(negative_sum + 4 * rows.groups()) {}
-
-    template <class T>
-    TRIVIUM_INLINE const T* at(int row, int64_t offset) const {
-      return reinterpret_cast<const T*>(record + row * stride + offset);
+    TRIVIUM_INLINE Groups(const QuantisedRows& rows, int64_t first) : stride(rows.stride) {
+      for (int i = 0; i < kPointers; ++i) pointer[i] = rows.data + (first + 3 * i) * stride;
+    }
+    TRIVIUM_INLINE const QuantisedGroup& operator[](int row) const {
+      return *reinterpret_cast<const QuantisedGroup*>(pointer[row / 3] + row % 3 * stride);
+    }
+    TRIVIUM_INLINE void next() {
+#pragma GCC unroll 4
+      for (auto& p : pointer) {
+        p += sizeof(QuantisedGroup);
+        asm("" : "+r"(p));
+      }
+      asm("" : "+r"(stride));
     }
   };
 
@@ -87,97 +110,109 @@ struct LinearKernel {
     else return S::load_float16(header + 32);
   }
 
-  // Adds kQuadCount quads of a group into acc.
-  template <Layout kLayout, int R, int kQuadCount>
-  TRIVIUM_INLINE static void dot_quads(const uint8_t* codes, const Rows& x, int64_t offset, I32 (&acc)[R]) {
+  // Adds the quad at input `offset` of a group, whose codes are w, into acc.
+  template <int R, class Codes>
+  TRIVIUM_INLINE static void dot_quad(const Codes& w, const Groups<R>& x, int offset, I32 (&acc)[R]) {
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) S::dot(acc[r], w, x[r].q + offset);
+  }
+
+  // Adds kQuadCount quads of a group, from input `offset` on, into acc.
+  template <Layout kLayout, int kQuadCount, int R>
+  TRIVIUM_INLINE static void dot_quads(const uint8_t* codes, const Groups<R>& x, int offset, I32 (&acc)[R]) {
     if constexpr (shape(kLayout).bits == 4) {
 #pragma GCC unroll 8
       for (int pair = 0; pair < kQuadCount / 2; ++pair) {
         typename S::Codes low, high;
         S::load_nibbles(codes + kLine * pair, low, high);
-#pragma GCC unroll 16
-        for (int r = 0; r < R; ++r) S::dot(acc[r], low, x.template at<int8_t>(r, offset + 8 * pair));
-#pragma GCC unroll 16
-        for (int r = 0; r < R; ++r) S::dot(acc[r], high, x.template at<int8_t>(r, offset + 8 * pair + 4));
+        dot_quad<R>(low, x, offset + 8 * pair, acc);
+        dot_quad<R>(high, x, offset + 8 * pair + 4, acc);
       }
     } else {
 #pragma GCC unroll 8
       for (int quad = 0; quad < kQuadCount; ++quad) {
-        if constexpr (is_symmetric(kLayout)) {
-          const auto w = S::load_signed(codes + kLine * quad);
-#pragma GCC unroll 16
-          for (int r = 0; r < R; ++r) S::dot_signed(acc[r], w, x.template at<int8_t>(r, offset + 4 * quad));
-        } else {
-          const auto w = S::load_codes(codes + kLine * quad);
-#pragma GCC unroll 16
-          for (int r = 0; r < R; ++r) S::dot(acc[r], w, x.template at<int8_t>(r, offset + 4 * quad));
-        }
+        if constexpr (is_symmetric(kLayout)) dot_quad<R>(S::load_signed(codes + kLine * quad), x, offset + 4 * quad, acc);
+        else dot_quad<R>(S::load_codes(codes + kLine * quad), x, offset + 4 * quad, acc);
       }
     }
   }
 
   template <Layout kLayout>
-  TRIVIUM_INLINE static I32 start(const int32_t* negative_sum) {
+  TRIVIUM_INLINE static I32 start(const QuantisedGroup& x, int part) {
     if constexpr (!is_symmetric(kLayout)) return S::zero();
-    else if constexpr (shape(kLayout).bits == 4) return S::template splat_shifted<kZero4Shift>(negative_sum);
-    else return S::start_signed(negative_sum);
+    else if constexpr (shape(kLayout).bits == 4) return S::splat_whole(&x.start4);
+    else return S::start_signed(kLayout == Layout::q8_k6 ? &x.start8_half[part] : &x.start8);
   }
 
-  // One group of a tile for R rows; `index` counts groups from the start of the row.
+  // scale * (1 + quarters / 4) for each number of quarters.
+  struct ScaleTable {
+    alignas(64) float value[kQuarters][kTile];
+
+    TRIVIUM_INLINE explicit ScaleTable(F32 scale) {
+      constexpr float kQuarter = 1.0f / kQuarters;
+      const F32 quarter = S::mul(scale, S::splat(&kQuarter));
+#pragma GCC unroll 4
+      for (auto& v : value) {
+        S::store(scale, v);
+        scale = S::add(scale, quarter);
+      }
+    }
+  };
+
+  // One group of a tile for R rows.
   template <Layout kLayout, int R>
-  TRIVIUM_INLINE static void add_group(const uint8_t* header, const uint8_t* codes, int64_t group, int64_t index, const Rows& x,
-                                       F32 (&sum)[R]) {
+  TRIVIUM_INLINE static void add_group(const uint8_t* header, const uint8_t* codes, int64_t group, const Groups<R>& x, F32 (&sum)[R]) {
     constexpr int kParts = kLayout == Layout::q8_k6 ? 2 : 1;
     constexpr int kQuadCount = static_cast<int>(kQuads) / kParts;
 #pragma GCC unroll 2
     for (int part = 0; part < kParts; ++part) {
-      const int64_t start_offset = kParts == 2 ? x.negative_half_sum + 8 * index + 4 * part : x.negative_sum + 4 * index;
+      const ScaleTable scales(group_scale<kLayout>(header, group, part));
       I32 acc[R];
 #pragma GCC unroll 16
-      for (int r = 0; r < R; ++r) acc[r] = start<kLayout>(x.template at<int32_t>(r, start_offset));
-      dot_quads<kLayout, R, kQuadCount>(codes + part * kQuadCount * kLine, x, kGroup * index + 4 * kQuadCount * part, acc);
-      const F32 scale = group_scale<kLayout>(header, group, part);
+      for (int r = 0; r < R; ++r) acc[r] = start<kLayout>(x[r], part);
+      dot_quads<kLayout, kQuadCount, R>(codes + part * kQuadCount * kLine, x, 4 * kQuadCount * part, acc);
 #pragma GCC unroll 16
       for (int r = 0; r < R; ++r) {
-        const F32 scaled = S::mul(S::to_float(acc[r]), S::splat(x.template at<float>(r, x.scale + 4 * index)));
-        sum[r] = S::mul_add(scaled, scale, sum[r]);
+        const F32 value = S::to_float(S::shift_left(acc[r], &x[r].shift));
+        sum[r] = S::mul_add(value, S::load(scales.value[x[r].quarters]), sum[r]);
       }
     }
     if constexpr (!is_symmetric(kLayout)) {
       const F32 minimum = group_min<kLayout>(header, group);
 #pragma GCC unroll 16
-      for (int r = 0; r < R; ++r) sum[r] = S::mul_add(minimum, S::splat(x.template at<float>(r, x.scaled_sum + 4 * index)), sum[r]);
+      for (int r = 0; r < R; ++r) sum[r] = S::mul_add(minimum, S::splat(&x[r].scaled_sum), sum[r]);
     }
   }
 
+  // A tile, which starts at output `out`, for R rows. A function of its own, so that it has all registers.
   template <Layout kLayout, int R>
-  static void tile_rows(const uint8_t* tile, int64_t chunks, const Rows& rows, F32 (&sum)[R]) {
+  [[gnu::noinline]] static void tile_rows(const MatrixView& matrix, const QuantisedRows& rows, int64_t row, int64_t out, int64_t end,
+                                          const Output& output) {
     constexpr Shape kShape = shape(kLayout);
-    const Rows x = rows;
+    Groups<R> x(rows, row);
+    F32 sum[R];
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) sum[r] = S::zero_float();
-    for (int64_t chunk = 0, index = 0; chunk < chunks; ++chunk, tile += kShape.chunk_bytes()) {
+    const uint8_t* tile = matrix.data + out / kTile * matrix.tile_bytes;
+    for (int64_t chunk = kShape.chunks(matrix.in); chunk > 0; --chunk, tile += kShape.chunk_bytes()) {
       const uint8_t* codes = tile + kShape.header;
-      for (int64_t group = 0; group < kShape.groups; ++group, ++index, codes += kShape.group_bytes()) {
-        add_group<kLayout, R>(tile, codes, group, index, x, sum);
+      for (int64_t group = 0; group < kShape.groups; ++group, codes += kShape.group_bytes()) {
+        add_group<kLayout, R>(tile, codes, group, x, sum);
+        x.next();
       }
     }
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) finish(S::mul(sum[r], S::splat(rows.scale(row + r))), output, row + r, out, end - out);
   }
 
   template <Layout kLayout>
   static void multiply_codes(const MatrixView& matrix, const Input& input, Range rows, Range outs, const Output& output) {
     const QuantisedRows& x = input.quantised;
-    const int64_t chunks = shape(kLayout).chunks(matrix.in);
     const int64_t block = std::max<int64_t>(1, kRowBlockBytes / x.stride / S::kRows) * S::kRows;
     for (int64_t first = rows.begin; first < rows.end; first += block) {
       const Range some = {first, std::min(first + block, rows.end)};
       for (int64_t out = outs.begin; out < outs.end; out += kTile) {
-        const uint8_t* tile = matrix.data + out / kTile * matrix.tile_bytes;
-        for_rows<S::kRows>(some, [&]<int R>(int64_t row) {
-          F32 sum[R];
-          tile_rows<kLayout, R>(tile, chunks, Rows(x, row), sum);
-          for (int r = 0; r < R; ++r) finish(sum[r], output, row + r, out, outs.end - out);
-        });
+        for_even_rows<S::kRows>(some, [&]<int R>(int64_t row) { tile_rows<kLayout, R>(matrix, x, row, out, outs.end, output); });
       }
     }
   }
@@ -278,60 +313,62 @@ struct LinearKernel {
     }
   }
 
-  // The ceiling of the integer kernels: 12 independent chains of dots on registers, `rounds` long. Each dot multiplies 64
-  // pairs.
+  // The ceiling of the integer kernels: 12 independent chains of dots, `rounds` long, on operands that stay where they are. Each dot
+  // multiplies 64 pairs.
   static int64_t dot_ceiling(int64_t rounds) {
     constexpr int kChains = 12;
     alignas(64) uint8_t bytes[64] = {1};
     const auto w = S::load_codes(bytes);
     const int8_t* x = reinterpret_cast<const int8_t*>(bytes);
     I32 acc[kChains];
-    for (auto& a : acc) a = S::zero();
-    for (int64_t i = 0; i < rounds; ++i) {
 #pragma GCC unroll 16
-      for (auto& a : acc) {
+    for (int i = 0; i < kChains; ++i) acc[i] = S::zero();
+    for (int64_t round = 0; round < rounds; ++round) {
+#pragma GCC unroll 16
+      for (int i = 0; i < kChains; ++i) {
         asm volatile("" : "+r"(x));  // x may have changed: no product can be used twice
-        S::dot(a, w, x);
+        S::dot(acc[i], w, x + 4 * i);
       }
     }
     F32 sum = S::zero_float();
-    for (auto& a : acc) sum = S::add(sum, S::to_float(a));
+#pragma GCC unroll 16
+    for (int i = 0; i < kChains; ++i) sum = S::add(sum, S::to_float(acc[i]));
     alignas(64) float lanes[kTile];
     S::store(sum, lanes);
     return lanes[0] != 0.0f ? rounds * kChains : 0;
   }
 
-  // Symmetric, to nearest: scale = largest / 127. A group whose largest magnitude is below 1e-30 counts as zero (its inverse
-  // scale would overflow).
-  static void quantise_group(const float* x, int8_t* q, float& scale, float& scaled_sum, int32_t& negative_sum,
-                             int32_t* negative_half_sum) {
-    constexpr uint32_t kInfinity = 0x7f800000u;
-    const uint32_t bits = S::largest_bits(x);
-    const float largest = std::bit_cast<float>(bits);
-    const bool finite = bits < kInfinity;
-    const bool live = finite && largest >= 1e-30f;
-    int32_t sums[2] = {0, 0};
-    if (live) S::round_group(x, 127.0f / largest, q, sums);
-    else std::fill_n(q, kGroup, int8_t{0});
-    scale = finite ? (live ? largest * (1.0f / 127.0f) : 0.0f) : std::bit_cast<float>(0x7fc00000u);
-    scaled_sum = scale * static_cast<float>(sums[0] + sums[1]);
-    negative_sum = -(sums[0] + sums[1]);
-    negative_half_sum[0] = -sums[0];
-    negative_half_sum[1] = -sums[1];
+  // x / (largest / 127 * multiplier), rounded to nearest. multiplier: the least that holds the group.
+  static void quantise_group(const float* x, float largest, QuantisedGroup& group) {
+    constexpr uint32_t kStep = 1u << 21;  // a quarter, in the mantissa
+    const float share = std::max(std::bit_cast<float>(S::largest_bits(x)) / largest, 1.0f / (1 << kMaxShift));
+    const uint32_t steps = (std::bit_cast<uint32_t>(share) + (kStep - 1)) / kStep;
+    const float multiplier = std::bit_cast<float>(steps * kStep);
+    int32_t sums[2];
+    S::round_group(x, 127.0f / largest / multiplier, group.q, sums);
+    group.shift = static_cast<int32_t>(steps / kQuarters) - 127 + kMaxShift;
+    group.quarters = static_cast<int32_t>(steps % kQuarters);
+    group.start4 = -kZero4 * (sums[0] + sums[1]);
+    group.start8 = -kZero8 * (sums[0] + sums[1]);
+    for (int half = 0; half < 2; ++half) group.start8_half[half] = -kZero8 * sums[half];
+    group.scaled_sum = static_cast<float>(sums[0] + sums[1]) * (multiplier * (1 << kMaxShift));
   }
 
+  // A row whose largest magnitude is below 1e-30 counts as zero (its inverse scale would overflow).
   static void quantise_row(const float* x, const QuantisedRows& rows, int64_t row) {
-    const int64_t groups = rows.groups();
-    int8_t* q = rows.q(row);
-    float* scale = rows.scale(row);
-    float* scaled_sum = rows.scaled_sum(row);
-    int32_t* sum = rows.negative_sum(row);
-    int32_t* half_sum = rows.negative_half_sum(row);
+    constexpr uint32_t kInfinity = 0x7f800000u;
+    const int64_t whole = rows.in / kGroup, groups = rows.groups();
+    alignas(64) float padded[2 * kGroup] = {};
+    std::copy_n(x + whole * kGroup, rows.in - whole * kGroup, padded);
+    uint32_t bits = S::largest_bits(padded);
+    for (int64_t g = 0; g < whole; ++g) bits = std::max(bits, S::largest_bits(x + g * kGroup));
+    const float largest = std::bit_cast<float>(bits);
+    const bool finite = bits < kInfinity, live = finite && largest >= 1e-30f;
+    *rows.scale(row) = !finite ? std::bit_cast<float>(0x7fc00000u) : live ? largest * (1.0f / (127 << kMaxShift)) : 0.0f;
     for (int64_t g = 0; g < groups; ++g) {
-      const int64_t left = rows.in - g * kGroup;
-      alignas(64) float padded[kGroup] = {};
-      if (left < kGroup && left > 0) std::copy_n(x + g * kGroup, left, padded);
-      quantise_group(left < kGroup ? padded : x + g * kGroup, q + g * kGroup, scale[g], scaled_sum[g], sum[g], half_sum + 2 * g);
+      const float* group = g < whole ? x + g * kGroup : padded + (g - whole) * kGroup;
+      if (live) quantise_group(group, largest, rows.group(row)[g]);
+      else rows.group(row)[g] = QuantisedGroup{};
     }
   }
 };

@@ -20,10 +20,8 @@
 
 namespace trivium::linear {
 
-inline constexpr int kZero4Shift = 3;
-inline constexpr int kZero8Shift = 7;
-inline constexpr int kZero4 = 1 << kZero4Shift;
-inline constexpr int kZero8 = 1 << kZero8Shift;
+inline constexpr int kZero4 = 8;
+inline constexpr int kZero8 = 128;
 inline constexpr int64_t kQuads = kGroup / 4;
 inline constexpr int64_t kLine = 64;
 

@@ -16,7 +16,7 @@ namespace trivium::linear {
 inline constexpr int64_t kTile = 16;        // outputs that are packed together; ranges of outputs are split at multiples of it
 inline constexpr int64_t kGroup = 32;       // inputs that share a scale in a quantised row
 inline constexpr int64_t kAlign = 64;       // alignment, in bytes, of packed matrices and of quantised rows
-inline constexpr int64_t kRowBlock = 12;    // ranges of rows are best split at multiples of it
+inline constexpr int64_t kRowBlock = 8;     // ranges of rows are best split at multiples of it
 
 // ---------------------------------------------------------------------------------------------------------------- formats
 
@@ -110,29 +110,40 @@ void unpack_row(const MatrixView& matrix, int64_t row, float* out);
 
 // ----------------------------------------------------------------------------------------------------------------- inputs
 
-// Input rows as signed 8-bit numbers with a float32 scale for each group of kGroup: x = scale * q, |q| <= 127. A view on
-// caller's memory: rows * row_bytes(in) bytes, aligned to kAlign. One record a row: q[padded], scale[groups],
-// scaled_sum[groups], negative_sum[groups], negative_half_sum[2 * groups]; an odd number of cache lines, so that rows spread
-// over the cache's sets.
+// Input rows as signed 8-bit numbers under one float32 scale a row and a multiplier a group of kGroup:
+//   x = scale * 2^shift * (1 + quarters / 4) * q, |q| <= 127.
+// scale is the row's largest magnitude / (127 * 2^kMaxShift); a group has the least multiplier that holds it. So kernels need no
+// product for it: they shift whole sums, take the weight's scale times (1 + quarters / 4) from a table of four, and multiply by the
+// row's scale once an output.
+inline constexpr int kMaxShift = 10;
+inline constexpr int kQuarters = 4;
+
+// A group of a quantised row, with what kernels need of it: one cache line.
+struct alignas(64) QuantisedGroup {
+  int8_t q[kGroup];
+  int32_t shift;           // 0 to kMaxShift
+  int32_t quarters;        // 0 to 3
+  int32_t start4;          // -8 * sum(q), where sums of products with unsigned 4-bit codes start
+  int32_t start8;          // -128 * sum(q)
+  int32_t start8_half[2];  // -128 * sum(q) of each 16
+  float scaled_sum;        // 2^shift * (1 + quarters / 4) * sum(q)
+};
+
+// A view on caller's memory: rows * row_bytes(in) bytes, aligned to kAlign. A row is its groups, an even number of them, and a line that
+// starts with its scale: an odd number of cache lines, so that rows spread over the cache's sets.
 struct QuantisedRows {
   uint8_t* data = nullptr;
   int64_t in = 0;
   int64_t stride = 0;
 
-  static constexpr int64_t padded(int64_t in) { return (in + 2 * kGroup - 1) / (2 * kGroup) * (2 * kGroup); }
-  static constexpr int64_t row_bytes(int64_t in) {
-    const int64_t lines = (padded(in) + padded(in) / kGroup * 20 + kAlign - 1) / kAlign;
-    return (lines | 1) * kAlign;
-  }
+  static constexpr int64_t groups_of(int64_t in) { return (in + 2 * kGroup - 1) / (2 * kGroup) * 2; }
+  static constexpr int64_t row_bytes(int64_t in) { return (groups_of(in) + 1) * static_cast<int64_t>(sizeof(QuantisedGroup)); }
   QuantisedRows() = default;
   QuantisedRows(void* memory, int64_t in_) : data(static_cast<uint8_t*>(memory)), in(in_), stride(row_bytes(in_)) {}
 
-  int64_t groups() const { return padded(in) / kGroup; }
-  int8_t* q(int64_t row) const { return reinterpret_cast<int8_t*>(data + row * stride); }
-  float* scale(int64_t row) const { return reinterpret_cast<float*>(data + row * stride + padded(in)); }
-  float* scaled_sum(int64_t row) const { return scale(row) + groups(); }  // scale * sum(q)
-  int32_t* negative_sum(int64_t row) const { return reinterpret_cast<int32_t*>(scale(row) + 2 * groups()); }  // -sum(q)
-  int32_t* negative_half_sum(int64_t row) const { return negative_sum(row) + groups(); }  // -sum(q) of each 16
+  int64_t groups() const { return groups_of(in); }
+  QuantisedGroup* group(int64_t row) const { return reinterpret_cast<QuantisedGroup*>(data + row * stride); }
+  float* scale(int64_t row) const { return reinterpret_cast<float*>(group(row) + groups()); }
 };
 
 // What multiply reads: `quantised` for layouts that need it, else `x` (row r at x + r * ldx). Matrices of both kinds may share
@@ -163,8 +174,8 @@ struct Range {
 struct LinearKernels {
   Isa isa;
   const char* name;
-  // Quantises x[0, rows.in) into record `row`, padding included. A group with a number that is not finite gets the scale NaN,
-  // so that what is computed from it is NaN too. Cheap (about 0.1 ns a number): with few rows let each thread do it for itself
+  // Quantises x[0, rows.in) into record `row`, padding included. A row with a number that is not finite gets the scale NaN, so that
+  // what is computed from it is NaN too. Cheap (about 0.1 ns a number): with few rows let each thread do it for itself
   // rather than wait.
   void (*quantise_row)(const float* x, const QuantisedRows& rows, int64_t row);
   // Computes outputs [outs.begin, outs.end) of rows [rows.begin, rows.end) on the calling thread. outs.begin: a multiple of

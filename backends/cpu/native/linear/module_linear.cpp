@@ -91,17 +91,27 @@ nb::dict quantise(const std::string& isa, const Floats& x) {
   const OwnedRows owned(kernels_named(isa), x);
   const QuantisedRows& rows = owned.rows;
   const auto count = static_cast<int64_t>(x.shape(0));
-  const auto collect = [&]<class T>(T* (QuantisedRows::*field)(int64_t) const, int64_t width) {
-    std::vector<T> values(static_cast<size_t>(count * width));
-    for (int64_t r = 0; r < count; ++r) std::copy_n((rows.*field)(r), width, values.data() + r * width);
-    return array_of(std::move(values), {static_cast<size_t>(count), static_cast<size_t>(width)});
+  const int64_t groups = rows.groups();
+  // at(group, i): the i-th of `width` numbers of each group.
+  const auto collect = [&]<class T>(int64_t width, T (*at)(const QuantisedGroup&, int64_t i)) {
+    std::vector<T> values;
+    for (int64_t i = 0; i < count * groups * width; ++i) {
+      values.push_back(at(rows.group(i / (groups * width))[i / width % groups], i % width));
+    }
+    return array_of(std::move(values), {static_cast<size_t>(count), static_cast<size_t>(groups * width)});
   };
+  using G = const QuantisedGroup&;
+  std::vector<float> scales;
+  for (int64_t row = 0; row < count; ++row) scales.push_back(*rows.scale(row));
   nb::dict result;
-  result["q"] = collect(&QuantisedRows::q, QuantisedRows::padded(rows.in));
-  result["scale"] = collect(&QuantisedRows::scale, rows.groups());
-  result["scaled_sum"] = collect(&QuantisedRows::scaled_sum, rows.groups());
-  result["negative_sum"] = collect(&QuantisedRows::negative_sum, rows.groups());
-  result["negative_half_sum"] = collect(&QuantisedRows::negative_half_sum, 2 * rows.groups());
+  result["q"] = collect(kGroup, +[](G g, int64_t i) { return g.q[i]; });
+  result["scale"] = array_of(std::move(scales), {static_cast<size_t>(count)});
+  result["shift"] = collect(1, +[](G g, int64_t) { return g.shift; });
+  result["quarters"] = collect(1, +[](G g, int64_t) { return g.quarters; });
+  result["scaled_sum"] = collect(1, +[](G g, int64_t) { return g.scaled_sum; });
+  result["start4"] = collect(1, +[](G g, int64_t) { return g.start4; });
+  result["start8"] = collect(1, +[](G g, int64_t) { return g.start8; });
+  result["start8_half"] = collect(2, +[](G g, int64_t i) { return g.start8_half[i]; });
   return result;
 }
 

@@ -18,9 +18,8 @@ struct Avx2Simd {
   static constexpr int kFloatRows = 3;
 
   static I32 zero() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
-  template <int kShift>
-  static I32 splat_shifted(const int32_t* p) {
-    const __m256i v = _mm256_slli_epi32(_mm256_set1_epi32(*p), kShift);
+  static I32 splat_whole(const int32_t* p) {
+    const __m256i v = _mm256_set1_epi32(*p);
     return {v, v};
   }
 
@@ -45,12 +44,16 @@ struct Avx2Simd {
     return {{_mm256_abs_epi8(w.a), _mm256_abs_epi8(w.b)}, w};
   }
   // |w| <= 128 and |x| <= 127: a pair's sum stays within int16.
-  static void dot_signed(I32& sum, const SignedCodes& w, const int8_t* x) {
+  static void dot(I32& sum, const SignedCodes& w, const int8_t* x) {
     const __m256i quad = splat_quad(x);
     sum = {add_pairs(sum.a, _mm256_maddubs_epi16(w.magnitude.a, _mm256_sign_epi8(quad, w.value.a))),
            add_pairs(sum.b, _mm256_maddubs_epi16(w.magnitude.b, _mm256_sign_epi8(quad, w.value.b)))};
   }
 
+  static I32 shift_left(const I32& v, const int32_t* count) {
+    const __m256i n = _mm256_set1_epi32(*count);
+    return {_mm256_sllv_epi32(v.a, n), _mm256_sllv_epi32(v.b, n)};
+  }
   static F32 to_float(const I32& v) { return {_mm256_cvtepi32_ps(v.a), _mm256_cvtepi32_ps(v.b)}; }
   static F32 zero_float() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
   static F32 splat(const float* p) {

@@ -18,19 +18,13 @@ struct Avx512Simd {
   using I32 = __m512i;
   using F32 = __m512;
   using Codes = __m512i;
+  struct Quad { int8_t q[4]; };
   struct SignedCodes { __m512i bytes; __mmask64 negative; };  // VNNI: the codes; else magnitudes and signs
-  static constexpr int kRows = 12;
+  static constexpr int kRows = 8;
   static constexpr int kFloatRows = 12;
 
   static I32 zero() { return _mm512_setzero_si512(); }
-  template <int kShift>
-  static I32 splat_shifted(const int32_t* p) { return _mm512_slli_epi32(_mm512_set1_epi32(*p), kShift); }
-  static __m512i splat_quad(const int8_t* x) {
-    int32_t quad;
-    std::memcpy(&quad, x, 4);
-    return _mm512_set1_epi32(quad);
-  }
-
+  static I32 splat_whole(const int32_t* p) { return _mm512_set1_epi32(*p); }
   static Codes load_codes(const uint8_t* p) { return _mm512_load_si512(p); }
   static void load_nibbles(const uint8_t* p, Codes& low, Codes& high) {
     const __m512i mask = _mm512_set1_epi8(15);
@@ -39,15 +33,15 @@ struct Avx512Simd {
     high = _mm512_and_si512(_mm512_srli_epi16(both, 4), mask);
   }
   static void dot(I32& sum, Codes w, const int8_t* x) {
-    if constexpr (kVnni) {
-      sum = _mm512_dpbusd_epi32(sum, w, splat_quad(x));
+    if constexpr (kVnni) {  // in this order, and without a broadcast into a register first
+      asm volatile("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(w), "m"(*reinterpret_cast<const Quad*>(x)));
     } else {  // codes below 128: a pair's sum stays within int16
       sum = add_pairs(sum, _mm512_maddubs_epi16(w, splat_quad(x)));
     }
   }
 
-  static I32 start_signed(const int32_t* negative_sum) {
-    if constexpr (kVnni) return splat_shifted<kZero8Shift>(negative_sum);
+  static I32 start_signed(const int32_t* p) {
+    if constexpr (kVnni) return splat_whole(p);
     else return zero();
   }
   static SignedCodes load_signed(const uint8_t* p) {
@@ -58,16 +52,16 @@ struct Avx512Simd {
       return {_mm512_abs_epi8(w), _mm512_movepi8_mask(w)};
     }
   }
-  static void dot_signed(I32& sum, SignedCodes w, const int8_t* x) {
+  static void dot(I32& sum, SignedCodes w, const int8_t* x) {
     if constexpr (kVnni) {
       dot(sum, w.bytes, x);
     } else {  // |w| <= 128 and |x| <= 127: a pair's sum stays within int16
       const __m512i quad = splat_quad(x);
-      const __m512i turned = _mm512_mask_sub_epi8(quad, w.negative, zero(), quad);
-      sum = add_pairs(sum, _mm512_maddubs_epi16(w.bytes, turned));
+      sum = add_pairs(sum, _mm512_maddubs_epi16(w.bytes, _mm512_mask_sub_epi8(quad, w.negative, zero(), quad)));
     }
   }
 
+  static I32 shift_left(I32 a, const int32_t* count) { return _mm512_sllv_epi32(a, _mm512_set1_epi32(*count)); }
   static F32 to_float(I32 a) { return _mm512_cvtepi32_ps(a); }
   static F32 zero_float() { return _mm512_setzero_ps(); }
   static F32 splat(const float* p) { return _mm512_set1_ps(*p); }
@@ -102,6 +96,11 @@ struct Avx512Simd {
 
 private:
   static __m128i load16(const uint8_t* p) { return _mm_load_si128(reinterpret_cast<const __m128i*>(p)); }
+  static __m512i splat_quad(const int8_t* x) {
+    int32_t quad;
+    std::memcpy(&quad, x, 4);
+    return _mm512_set1_epi32(quad);
+  }
   static I32 add_pairs(I32 sum, __m512i pairs) { return _mm512_add_epi32(sum, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1))); }
 };
 

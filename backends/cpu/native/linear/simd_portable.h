@@ -27,9 +27,8 @@ struct PortableSimd {
   }
 
   static I32 zero() { return {}; }
-  template <int kShift>
-  static I32 splat_shifted(const int32_t* p) {
-    const auto value = static_cast<float>(*p * (1 << kShift));
+  static I32 splat_whole(const int32_t* p) {
+    const auto value = static_cast<float>(*p);
     return each([=](int) { return value; });
   }
 
@@ -61,8 +60,11 @@ struct PortableSimd {
   // Codes of the whole range, minus kZero8: start() makes up for the form they are multiplied in.
   static I32 start_signed(const int32_t*) { return {}; }
   static SignedCodes load_signed(const uint8_t* p) { return take_bits(p, 0, 8, kZero8); }
-  static void dot_signed(I32& sum, const SignedCodes& w, const int8_t* x) { dot(sum, w, x); }
 
+  static I32 shift_left(const I32& a, const int32_t* count) {
+    const auto factor = static_cast<float>(1 << *count);
+    return each([&](int i) { return a.lane[i] * factor; });
+  }
   static F32 to_float(const I32& a) { return a; }
   static F32 zero_float() { return {}; }
   static F32 splat(const float* p) { const float v = *p; return each([=](int) { return v; }); }
