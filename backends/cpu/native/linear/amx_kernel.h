@@ -5,8 +5,8 @@
 // are packed as its second operand. Sums of a group are int32 and must become float32 before the next group, whose scales differ:
 // they go through a buffer in the first-level cache. Work of one step (16 rows x 32 outputs x 4 groups = 65,536 multiply-adds):
 //   tiles   8 dots of 16 cycles, 4 + 8 loads (64 + 32 cycles at most), 8 stores of 16 cycles: 128 cycles on their own unit and ports
-//   vectors 128 conversions: conversion, product with the row's scale, multiply-add of the output's scale (and of the minimum), so
-//           384 (512) operations of 512 bits, 192 (256) cycles on two ports; 192 loads of sums and row scales, 96 cycles
+//   vectors 128 conversions: shift, conversion, multiply-add of the output's scale (and of the minimum), so
+//           384 (512) operations of 512 bits, 192 (256) cycles on two ports; 320 loads of sums, shifts and scales, 160 cycles
 // Conversions are the bound, at 340 (256) multiply-adds a cycle, a third (a quarter) of the 1,024 of the tiles' peak, where VNNI's
 // peak is 128. Tiles of step n+1 are issued among the conversions of step n, into the other half of the buffers, and four sums are
 // in flight. Codes (4 groups x 32 outputs) are unpacked once for all rows of a panel: 4 kB, for up to kPanelRows rows.
@@ -88,7 +88,7 @@ struct AmxKernel {
     TRIVIUM_INLINE void dot(Tiles& tiles, Buffers& b, int64_t half, int64_t panel, int64_t row, int64_t base, int64_t first,
                             int64_t end) const {
       const auto one = [&]<int kSum, int kInput>(int64_t i) {
-        tiles.template load<kInput>(x.q(row) + (base + i) * kInputs, x.stride);
+        tiles.template load<kInput>(x.group(row)[(base + i) / kParts].q + (base + i) % kParts * kInputs, x.stride);
         const auto tile = [&]<int c, int code>(int64_t t) {
           tiles.template zero<c>();
           tiles.template load<code>(b.codes[panel][i][t], kLine);
@@ -107,7 +107,6 @@ struct AmxKernel {
     template <int kWidth, int R>
     TRIVIUM_INLINE void convert(Buffers& b, const uint8_t* const (&tile)[kPair], int64_t half, int64_t row, int64_t local,
                                 int64_t kept, int64_t base, int64_t count) const {
-      const typename Plain::Rows r(x, row);
       F32 sum[kWidth][R];
 #pragma GCC unroll 2
       for (int t = 0; t < kWidth; ++t) {
@@ -116,19 +115,19 @@ struct AmxKernel {
       }
       for (int64_t u = 0; u < count; ++u) {
         const int64_t index = (base + u) / kParts;
-        F32 scale[kWidth];
+        typename Plain::ScaleTable scales[kWidth];
 #pragma GCC unroll 2
         for (int t = 0; t < kWidth; ++t) {
           const Place at = place(tile[t], base + u);
-          scale[t] = Plain::template group_scale<kLayout>(at.header, at.group, static_cast<int>((base + u) % kParts));
+          scales[t].fill(Plain::template group_scale<kLayout>(at.header, at.group, static_cast<int>((base + u) % kParts)));
         }
 #pragma GCC unroll 8
         for (int i = 0; i < R; ++i) {
-          const F32 row_scale = S::splat(r.template at<float>(i, r.scale + 4 * index));
+          const QuantisedGroup& group = x.group(row + i)[index];
 #pragma GCC unroll 2
           for (int t = 0; t < kWidth; ++t) {
-            const F32 scaled = S::mul(S::load_int32(b.dots[half][u][t][local + i]), row_scale);
-            sum[t][i] = S::mul_add(scaled, scale[t], sum[t][i]);
+            const F32 value = S::to_float(S::shift_left(S::load_whole(b.dots[half][u][t][local + i]), &group.shift));
+            sum[t][i] = S::mul_add(value, S::load(scales[t].value[group.quarters]), sum[t][i]);
           }
         }
         if constexpr (!kSigned) {
@@ -140,7 +139,7 @@ struct AmxKernel {
           }
 #pragma GCC unroll 8
           for (int i = 0; i < R; ++i) {
-            const F32 row_sum = S::splat(r.template at<float>(i, r.scaled_sum + 4 * index));
+            const F32 row_sum = S::splat(&x.group(row + i)[index].scaled_sum);
 #pragma GCC unroll 2
             for (int t = 0; t < kWidth; ++t) sum[t][i] = S::mul_add(minimum[t], row_sum, sum[t][i]);
           }
@@ -187,7 +186,7 @@ struct AmxKernel {
       for (int t = 0; t < kWidth; ++t) {
         for (int64_t row = rows.begin; row < rows.end; ++row) {
           const int64_t at = out + t * kTile;
-          Plain::finish(S::load(b.sums[t][row - rows.begin]), output, row, at, end - at);
+          Plain::finish(S::mul(S::load(b.sums[t][row - rows.begin]), S::splat(x.scale(row))), output, row, at, end - at);
         }
       }
     }

@@ -148,7 +148,7 @@ struct LinearKernel {
   struct ScaleTable {
     alignas(64) float value[kQuarters][kTile];
 
-    TRIVIUM_INLINE explicit ScaleTable(F32 scale) {
+    TRIVIUM_INLINE void fill(F32 scale) {
       constexpr float kQuarter = 1.0f / kQuarters;
       const F32 quarter = S::mul(scale, S::splat(&kQuarter));
 #pragma GCC unroll 4
@@ -166,7 +166,8 @@ struct LinearKernel {
     constexpr int kQuadCount = static_cast<int>(kQuads) / kParts;
 #pragma GCC unroll 2
     for (int part = 0; part < kParts; ++part) {
-      const ScaleTable scales(group_scale<kLayout>(header, group, part));
+      ScaleTable scales;
+      scales.fill(group_scale<kLayout>(header, group, part));
       I32 acc[R];
 #pragma GCC unroll 16
       for (int r = 0; r < R; ++r) acc[r] = start<kLayout>(x[r], part);

@@ -6,7 +6,7 @@
 namespace trivium::linear {
 
 struct TileSimd : Avx512Simd<true> {
-  static F32 load_int32(const int32_t* p) { return to_float(_mm512_load_si512(p)); }
+  static I32 load_whole(const int32_t* p) { return _mm512_load_si512(p); }
 
   // A line of two nibbles a byte as two lines of bytes, low nibbles first; minus the zero point if signed.
   template <bool kSigned>
