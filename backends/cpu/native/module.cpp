@@ -6,12 +6,15 @@
 #include <nanobind/stl/vector.h>
 
 #include <cstring>
+#include <ctime>
 #include <new>
+#include <numeric>
 #include <stdexcept>
 #include <utility>
 
 #include "amx_tiles.h"
 #include "cpu_features.h"
+#include "peak.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -132,6 +135,23 @@ void copy_pages(KvPool& pool, const std::vector<int64_t>& from, const std::vecto
   }
 }
 
+// Processor time of the calling thread: without what other programs took meanwhile.
+double thread_seconds() {
+  timespec time{};
+  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
+  return static_cast<double>(time.tv_sec) + 1e-9 * static_cast<double>(time.tv_nsec);
+}
+
+double multiply_add_rate(const Runtime& runtime, int64_t rounds) {
+  std::vector<double> rates(static_cast<size_t>(runtime.pool->threads()));
+  runtime.pool->run([&](Worker& worker) {
+    const double start = thread_seconds();
+    const auto done = static_cast<double>(multiply_adds(runtime.kernels.name, rounds));
+    rates[static_cast<size_t>(worker.index())] = done / (thread_seconds() - start);
+  });
+  return std::accumulate(rates.begin(), rates.end(), 0.0);
+}
+
 void bind_kv(nb::module_& m) {
   nb::class_<KvLayer>(m, "KvLayer")
       .def("__init__", [](KvLayer* self, int64_t group, int64_t offset, const std::string& type, int64_t page_size, int64_t kv_heads, int64_t head_dim) {
@@ -175,12 +195,14 @@ NB_MODULE(_native, m) {
   m.attr("SPAN") = kSpan;
   nb::class_<Runtime>(m, "Runtime")
       .def(nb::new_(&make_runtime), "threads"_a, "tier"_a)
+      .def_prop_ro("linear", [](const Runtime& runtime) { return runtime.linear.name; }, "The instruction set of its linear kernels.")
       .def_prop_ro("threads", [](const Runtime& runtime) { return runtime.pool->threads(); })
       .def("pack", &pack, "format"_a, "storage"_a, "in"_a, "rows"_a, "mapped"_a = false,
            "Packs uint8 rows[out, bytes] of a checkpoint. mapped: they lie in a shared map of a file; then they may be packed later, until\n"
            "finish_packing(), and their pages are given back to the system.")
       .def("finish_packing", &finish_packing, "Waits for what is still being packed. To be called before a tape runs.")
       .def_prop_ro("bytes_given_back", [](const Runtime& runtime) { return runtime.packer.bytes_given_back(); })
+      .def("multiply_add_rate", &multiply_add_rate, "rounds"_a, "float32 multiply-adds a second of all threads together.")
       .def("unpack", &unpack, "matrix"_a, "float32[out, in]: the numbers that a matrix holds.");
   bind_kv(m);
   bind_tape(m);

@@ -108,20 +108,39 @@ void Project::run(const Step& step, Worker& worker) {
   if (rows == 0) return;
   const Scratch scratch = scratch_of(worker);
   const linear::Input input = prepare(step, worker, scratch);
-  int64_t tiles = 0;
-  for (const Target& target : targets) tiles += tiles_of(target);
-  if (is_gated) tiles = tiles_of(targets[0]);
-  const int64_t width = std::clamp<int64_t>(tiles / (4 * worker.threads()), 1, kTilesAtATime);
-  const int64_t row_blocks = (rows + kRowsAtATime - 1) / kRowsAtATime;
-  worker.share(shares[1], (tiles + width - 1) / width * row_blocks, [&](int64_t item) {
-    const int64_t row = item % row_blocks * kRowsAtATime, tile = item / row_blocks * width;
-    const linear::Range some_rows{row, std::min(row + kRowsAtATime, rows)}, some_tiles{tile, std::min(tile + width, tiles)};
+  const int64_t tiles = all_tiles(), row_blocks = (rows + kRowsAtATime - 1) / kRowsAtATime;
+  // A whole number of pieces a thread, as even as tiles allow: every thread streams one stretch of the weights, and who is done first
+  // may take what is left of another's in small pieces.
+  const int64_t most = std::max((tiles + kTilesAtATime - 1) / kTilesAtATime, kPieces * worker.threads());
+  const int64_t pieces = std::min((most + worker.threads() - 1) / worker.threads() * worker.threads(), tiles);
+  worker.share(shares[1], pieces * row_blocks, [&](int64_t item) {
+    const int64_t row = item % row_blocks * kRowsAtATime, piece = item / row_blocks;
+    const linear::Range some_rows{row, std::min(row + kRowsAtATime, rows)}, some_tiles{tiles * piece / pieces, tiles * (piece + 1) / pieces};
     if (is_gated) {
       multiply_gated(step, input, some_rows, some_tiles, scratch.up);
     } else {
       multiply(step, input, some_rows, some_tiles);
     }
   });
+}
+
+int64_t Project::all_tiles() const {
+  int64_t tiles = 0;
+  for (const Target& target : targets) tiles += tiles_of(target);
+  return is_gated ? tiles_of(targets[0]) : tiles;
+}
+
+void Project::ask_ahead(int thread, int threads) const {
+  int64_t tile = all_tiles() * thread / threads;
+  for (const Target& target : targets) {
+    if (tile < tiles_of(target)) {
+      const uint8_t* at = target.matrix.data + tile * target.matrix.tile_bytes;
+      for (int64_t line = 0; line < kAhead; line += linear::kAlign) __builtin_prefetch(at + line);
+      if (!is_gated) return;
+    } else {
+      tile -= tiles_of(target);
+    }
+  }
 }
 
 }  // namespace trivium

@@ -19,6 +19,7 @@ public:
   Project(Ref x, int64_t in, Extent rows) : x_(x), in_(in), rows_(rows) {}
   void run(const Step& step, Worker& worker) override;
   size_t scratch_bytes() const override;
+  void ask_ahead(int thread, int threads) const override;
 
   Ref other, sum;  // a residual that is added before the norm, and where the sum goes
   NormSpec norm;
@@ -34,6 +35,8 @@ private:
   static constexpr int64_t kOwnRows = 2;
   static constexpr int64_t kRowsAtATime = 3 * linear::kRowBlock;
   static constexpr int64_t kTilesAtATime = 8;
+  static constexpr int64_t kPieces = 4;     // a thread, at least
+  static constexpr int64_t kAhead = 2048;   // bytes
 
   // One thread's memory.
   struct Scratch {
@@ -43,6 +46,7 @@ private:
     uint8_t* records;    // [kOwnRows]
   };
 
+  int64_t all_tiles() const;
   bool reads_plain() const;
   bool reads_quantised() const;
   Scratch scratch_of(Worker& worker) const;

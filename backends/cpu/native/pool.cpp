@@ -1,15 +1,49 @@
 #include "pool.h"
 
-#include <chrono>
+#ifdef __linux__
+#include <sched.h>
+#endif
+
+#include <algorithm>
+#include <ctime>
 #include <new>
 
 namespace trivium {
 namespace {
 
 constexpr size_t kAlign = 64;
-// How long a thread spins before it sleeps. Longer spins gain up to a tenth on an idle machine (50 us) and lose a third of the decode
-// rate when another process wants one of the processors: a thread that spins has used up its share when its work arrives.
-constexpr std::chrono::microseconds kSpin{10};
+// How long a thread spins before it sleeps, nanoseconds: at a barrier, and between two runs. A sleeper takes 20 to 50 us to come, a
+// decode step's work on the host 50 to 300. But a thread that spins has used up its share when its work arrives: with another process
+// on one of the processors, spinning for 50 us costs a third of the decode rate. So between runs threads are patient only while nobody
+// takes their processors from them.
+constexpr int64_t kSpin = 10'000;
+constexpr int64_t kPatience = 400'000;
+// Time that threads lose to others is looked at after so much time in runs, and counts from such a share of it: beside a busy process a
+// thread loses a third to a half, on an idle machine a few percent.
+constexpr std::chrono::milliseconds kWindow{25};
+constexpr double kLost = 0.15;
+// How long fewer threads work before all are tried again, at first and at most.
+constexpr std::chrono::milliseconds kRest{500}, kLongestRest{8000};
+// So many runs in a row with two threads on one processor, and one of them looks for another; so many windows, and it is given up.
+constexpr int kTogether = 4;
+constexpr uint32_t kThreadBits = 12;
+
+int current_cpu() {
+#ifdef __linux__
+  return sched_getcpu();
+#else
+  return -1;
+#endif
+}
+
+// Processor time of the calling thread, nanoseconds.
+int64_t processor_time() {
+  timespec time{};
+  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
+  return int64_t{time.tv_sec} * 1'000'000'000 + time.tv_nsec;
+}
+
+int64_t nanoseconds(std::chrono::steady_clock::duration d) { return std::chrono::duration_cast<std::chrono::nanoseconds>(d).count(); }
 
 inline void relax() {
 #if TRIVIUM_X86
@@ -19,23 +53,26 @@ inline void relax() {
 #endif
 }
 
-// Returns once `word` differs from `old`: spins (if `spin`), then sleeps.
-void wait_change(std::atomic<uint32_t>& word, uint32_t old, std::atomic<uint32_t>& sleepers, bool spin) {
+// Returns once `word` differs from `old`: spins for `patience` nanoseconds, then sleeps. Returns how long it slept, nanoseconds.
+int64_t wait_change(std::atomic<uint32_t>& word, uint32_t old, std::atomic<uint32_t>& sleepers, const std::atomic<int64_t>& patience) {
+  using Clock = std::chrono::steady_clock;
   for (int i = 0; i < 64; ++i) {
-    if (word.load(std::memory_order_acquire) != old) return;
+    if (word.load(std::memory_order_acquire) != old) return 0;
     relax();
   }
-  const auto limit = std::chrono::steady_clock::now() + kSpin;
-  while (spin && std::chrono::steady_clock::now() < limit) {
+  const auto start = Clock::now();
+  while (Clock::now() - start < std::chrono::nanoseconds(patience.load(std::memory_order_relaxed))) {
     for (int i = 0; i < 32; ++i) {
-      if (word.load(std::memory_order_acquire) != old) return;
+      if (word.load(std::memory_order_acquire) != old) return 0;
       relax();
     }
   }
   // Sequentially consistent against change(): either it sees the sleeper, or wait() sees the new value.
+  const auto tired = Clock::now();
   sleepers.fetch_add(1);
   while (word.load() == old) word.wait(old);
   sleepers.fetch_sub(1);
+  return nanoseconds(Clock::now() - tired);
 }
 
 void change(std::atomic<uint32_t>& word, uint32_t value, std::atomic<uint32_t>& sleepers) {
@@ -47,7 +84,9 @@ void change(std::atomic<uint32_t>& word, uint32_t value, std::atomic<uint32_t>& 
 
 // More threads than processors: one that spins would hold the processor that the one it waits for needs.
 ThreadPool::ThreadPool(int threads)
-    : threads_(threads < 1 ? 1 : threads), spin_(static_cast<unsigned>(threads_) <= std::thread::hardware_concurrency()) {
+    : threads_(std::clamp(threads, 1, (1 << kThreadBits) - 1)),
+      spin_(static_cast<unsigned>(threads_) <= std::thread::hardware_concurrency() ? kSpin : 0), active_(threads_), resting_(kRest),
+      patience_(spin_.load()), gate_(static_cast<uint32_t>(threads_)) {
   for (int i = 0; i < threads_; ++i) workers_.push_back(std::make_unique<Worker>(*this, i));
   try {
     for (int i = 1; i < threads_; ++i) helpers_.emplace_back([this, i] { loop(i); });
@@ -60,6 +99,8 @@ ThreadPool::ThreadPool(int threads)
 
 void ThreadPool::stop_helpers() {
   stop_ = true;
+  gate_.store(static_cast<uint32_t>(threads_));
+  gate_.notify_all();
   change(epoch_, epoch_.load() + 1, sleepers_);
   for (std::thread& helper : helpers_) helper.join();
 }
@@ -80,31 +121,119 @@ void ThreadPool::reserve_scratch(size_t bytes) {
 }
 
 void ThreadPool::run_job(JobRef job) {
+  const auto start = Clock::now();
   job_ = job;
-  if (threads_ > 1) change(epoch_, epoch_.load() + 1, sleepers_);
-  job.call(job.context, *workers_[0]);
-  barrier();
+  if (active_ > 1) {
+    const uint32_t count = (epoch_.load(std::memory_order_relaxed) >> kThreadBits) + 1;
+    change(epoch_, count << kThreadBits | static_cast<uint32_t>(active_), sleepers_);
+  }
+  take_part(*workers_[0]);
+  if (spin_ > 0) after_run(Clock::now() - start);
 }
 
 void ThreadPool::loop(int index) {
   uint32_t seen = 0;
   while (true) {
-    wait_change(epoch_, seen, sleepers_, spin_);
+    wait_change(epoch_, seen, sleepers_, patience_);
     seen = epoch_.load(std::memory_order_acquire);
     if (stop_) return;
-    job_.call(job_.context, *workers_[index]);
-    barrier();
+    // The word says it, not active_: a run without this thread may be over, and the next on its way.
+    if (static_cast<uint32_t>(index) < (seen & ((1u << kThreadBits) - 1))) take_part(*workers_[index]);
+    else rest(index);
   }
 }
 
-void ThreadPool::barrier() {
-  if (threads_ == 1) return;
+void ThreadPool::rest(int index) {
+  for (uint32_t gate = gate_.load(); gate <= static_cast<uint32_t>(index); gate = gate_.load()) gate_.wait(gate);
+}
+
+void ThreadPool::take_part(Worker& worker) {
+  if (worker.moves_) move_away();
+  worker.cpu_.store(current_cpu(), std::memory_order_relaxed);
+  worker.slept_ = 0;
+  const auto start = Clock::now();
+  const int64_t used = processor_time();
+  job_.call(job_.context, worker);
+  worker.lost_ += nanoseconds(Clock::now() - start) - (processor_time() - used) - worker.slept_;
+  barrier(worker);
+}
+
+// Lets the calling thread run on a processor where no thread of this run was seen, then wherever it may again: nobody is pinned.
+void ThreadPool::move_away() {
+#ifdef __linux__
+  cpu_set_t allowed;
+  if (sched_getaffinity(0, sizeof allowed, &allowed) != 0) return;  // a machine of more than CPU_SETSIZE processors
+  cpu_set_t free = allowed;
+  for (int i = 0; i < active_; ++i) {
+    const int cpu = workers_[i]->cpu_.load(std::memory_order_relaxed);
+    if (cpu >= 0 && cpu < CPU_SETSIZE) CPU_CLR(static_cast<size_t>(cpu), &free);
+  }
+  if (CPU_COUNT(&free) > 0 && sched_setaffinity(0, sizeof free, &free) == 0) sched_setaffinity(0, sizeof allowed, &allowed);
+#endif
+}
+
+// On the caller's thread, while the others wait.
+void ThreadPool::after_run(Clock::duration busy) {
+  for (const auto& worker : workers_) worker->moves_ = false;
+  look_for_couples();
+  busy_ += busy;
+  if (busy_ >= kWindow) look_for_crowds();
+}
+
+// A thread that is woken where it last slept can stay on its waker's processor for good: with one of the two always asleep there is never
+// a queue that the system would balance, and a step takes twice as long.
+void ThreadPool::look_for_couples() {
+  Worker* second = nullptr;
+  for (int i = 1; i < active_; ++i) {
+    for (int j = 0; j < i; ++j) {
+      const int cpu = workers_[j]->cpu_.load(std::memory_order_relaxed);
+      if (cpu >= 0 && cpu == workers_[i]->cpu_.load(std::memory_order_relaxed)) second = workers_[i].get();
+    }
+  }
+  together_ = second == nullptr ? 0 : together_ + 1;
+  coupled_ = coupled_ || second != nullptr;
+  if (together_ < kTogether) return;
+  second->moves_ = true;
+  together_ = 0;
+}
+
+// Threads that lose much time move, once in a while, and the next runs do with a thread less; so they do where the system puts two threads
+// on one processor again and again, since another is taken. What threads lose to each other does not count.
+void ThreadPool::look_for_crowds() {
+  const auto now = Clock::now();
+  const bool may_move = now >= next_move_;
+  coupled_windows_ = coupled_ ? coupled_windows_ + 1 : 0;
+  bool crowded = coupled_windows_ >= kTogether;
+  for (int i = 0; i < active_; ++i) {
+    Worker& worker = *workers_[i];
+    const bool much = !coupled_ && static_cast<double>(worker.lost_) > kLost * static_cast<double>(nanoseconds(busy_));
+    worker.lost_ = 0;
+    worker.moves_ = worker.moves_ || (much && may_move);
+    crowded = crowded || much;
+  }
+  coupled_ = false;
+  busy_ = {};
+  if (crowded && may_move) next_move_ = now + kRest;
+  if (crowded && active_ > 1) {
+    if (active_ == threads_) resting_ = now < retry_ + kRest ? std::min<Clock::duration>(2 * resting_, kLongestRest) : kRest;
+    retry_ = now + resting_;
+    gate_.store(static_cast<uint32_t>(--active_));
+  } else if (active_ < threads_ && now >= retry_) {
+    gate_.store(static_cast<uint32_t>(active_ = threads_));
+    gate_.notify_all();
+  }
+  patience_.store(crowded || active_ < threads_ ? kSpin : kPatience, std::memory_order_relaxed);
+}
+
+void ThreadPool::barrier(Worker& worker) {
+  const auto expected = static_cast<uint32_t>(active_);  // once this thread has arrived, the next run may be on its way
+  if (expected == 1) return;
   const uint32_t generation = generation_.load(std::memory_order_acquire);
-  if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == static_cast<uint32_t>(threads_)) {
+  if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == expected) {
     arrived_.store(0, std::memory_order_relaxed);
     change(generation_, generation + 1, sleepers_);
   } else {
-    wait_change(generation_, generation, sleepers_, spin_);
+    worker.slept_ += wait_change(generation_, generation, sleepers_, spin_);
   }
 }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -66,9 +67,19 @@ private:
   ThreadPool& pool_;
   int index_;
   void* scratch_ = nullptr;
+  int64_t slept_ = 0;          // nanoseconds of this run
+  int64_t lost_ = 0;           // nanoseconds of late in which this thread neither ran nor slept: others had its processor
+  std::atomic<int> cpu_{-1};   // where this thread was last seen; -1: unknown
+  bool moves_ = false;         // it shall look for another processor
 };
 
-// `threads` threads, of which the caller of run() is one. Between runs the others spin for a moment, then sleep.
+// `threads` threads, of which the caller of run() is one. Between runs the others spin for a moment, so that the next of a row of steps
+// finds them awake, then sleep.
+//
+// On a machine that is shared: a thread whose processor another program takes holds up all the others at the next barrier. So where threads
+// keep losing time to others, a run is done by fewer of them, and after a while all are tried again; and a thread that shares its processor with
+// another of the pool, or with another program, looks once for a free one. None is ever pinned. What a run computes must not depend on how
+// many threads take part.
 class ThreadPool {
 public:
   explicit ThreadPool(int threads);
@@ -95,24 +106,41 @@ private:
   void run_job(JobRef job);
   void stop_helpers();
   void loop(int index);
-  void barrier();
+  void barrier(Worker& worker);
+  void take_part(Worker& worker);
+  void after_run(std::chrono::steady_clock::duration busy);
+  void look_for_couples();
+  void look_for_crowds();
+  void move_away();
+  void rest(int index);
 
   int threads_;
-  bool spin_;
+  const std::atomic<int64_t> spin_;  // nanoseconds at a barrier
   std::vector<std::unique_ptr<Worker>> workers_;
   std::vector<std::thread> helpers_;
   size_t scratch_bytes_ = 0;
   JobRef job_;
   bool stop_ = false;
+  using Clock = std::chrono::steady_clock;
+  int together_ = 0;             // runs in a row that found two threads on one processor
+  int active_;                   // threads of the next run: the first of them
+  Clock::duration busy_{};       // time in runs since lost time was last looked at
+  bool coupled_ = false;         // two threads were on one processor meanwhile
+  int coupled_windows_ = 0;      // how often so in a row
+  Clock::duration resting_;      // how long fewer threads work before all are tried again
+  Clock::time_point retry_, next_move_;
+  std::atomic<int64_t> patience_;
 
-  // Each on a cache line of its own: the epoch is what helpers wait on, `arrived` and `generation` make the barrier.
+  // Each on a cache line of its own: the epoch is what helpers wait on (a count of runs, and in the low bits the threads of the run),
+  // `arrived` and `generation` make the barrier; threads that take no part wait for the gate to reach beyond them.
   alignas(64) std::atomic<uint32_t> epoch_{0};
   alignas(64) std::atomic<uint32_t> arrived_{0};
   alignas(64) std::atomic<uint32_t> generation_{0};
   alignas(64) std::atomic<uint32_t> sleepers_{0};
+  alignas(64) std::atomic<uint32_t> gate_;
 };
 
 inline int Worker::threads() const { return pool_.threads(); }
-inline void Worker::barrier() { pool_.barrier(); }
+inline void Worker::barrier() { pool_.barrier(*this); }
 
 }  // namespace trivium

@@ -1,0 +1,2 @@
+#define TRIVIUM_TIER avx2
+#include "peak_impl.h"

@@ -1,0 +1,2 @@
+#define TRIVIUM_TIER avx512
+#include "peak_impl.h"

@@ -1,0 +1,2 @@
+#define TRIVIUM_TIER portable
+#include "peak_impl.h"
