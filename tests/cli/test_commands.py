@@ -225,6 +225,21 @@ def test_bench_latency(trivium, plain):
     assert found["input_len"] == 20 and found["output_len"] == 5 and found["repeat"] == 2 and found["kind"] == "latency"
 
 
+def test_bench_latency_with_a_profile(trivium, plain):
+    flags = ("--input-len", "20", "--output-len", "5", "--repeat", "1", "--profile")
+    code, out, _ = trivium("bench", "latency", plain, "--backend", "cpu", *flags, "--json")
+    found = json.loads(out)["profile"]
+    assert code == 0 and list(found) == ["prefill", "decode"]
+    for steps, phase in zip((1, 4), found.values(), strict=True):
+        assert sum(o["share"] for o in phase["operators"]) == pytest.approx(1)
+        assert {o["calls"] for o in phase["operators"] if o["name"] == "embedding"} == {steps}
+        assert all(rate > 0 for rate in phase["ceilings"].values())
+    code, out, _ = trivium("bench", "latency", plain, "--backend", "cpu", *flags)
+    assert code == 0 and "decode, " in out and "attention" in out and "OF CEILING" in out
+    code, _, err = trivium("bench", "latency", plain, "--backend", "reference", *flags)
+    assert code == 1 and "can't time its operations" in err
+
+
 def test_bench_with_drafts(trivium, plain):
     flags = ("--backend", "reference", "--output-len", "8", "--input-len", "6", "--repeat", "1", "--json")
     code, out, _ = trivium(

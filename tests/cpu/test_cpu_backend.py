@@ -198,12 +198,15 @@ def test_strict_refuses_the_host(backend, device):
         session.compile(head_linear_program(), weights)
 
 
-def test_the_profile_names_every_operation(session, executable):
+def test_the_profile_times_what_runs_on_the_host_too(session):
+    _, weights = head_linear_weights(session)
+    with pytest.warns(HostFallbackWarning, match="head_linear"):
+        executable = session.compile(head_linear_program(), weights)
     executable.profile(True)
     executable.run(batch_of([1]))
-    profile = executable.profile()
-    assert [name for name, _ in profile] == ["embedding", "gather rows"]
-    assert all(seconds > 0 for _, seconds in profile)
+    found = {o.name: o for o in executable.profile(False).operators}
+    assert set(found) == {"embedding", "head_linear (host)", "add", "gather rows"}
+    assert all(o.calls == 1 and o.seconds > 0 for o in found.values())
 
 
 def test_a_lab_opens_on_every_instruction_set(device):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,9 +12,10 @@ import numpy.typing as npt
 
 from trivium.errors import BackendError, InvalidRequestError, UnsupportedError
 from trivium.ops import Batch, Call, Program, Sampled, Shape, Value
-from trivium.plugin import Executable, Session, Step, run_on_host
+from trivium.plugin import Executable, Profile, Session, Step, run_on_host
 from trivium_cpu.lowering import Lowering, Segment
 from trivium_cpu.places import Place
+from trivium_cpu.profile import Meter
 
 
 class TapeStep(Step):
@@ -47,6 +49,9 @@ class TapeExecutable(Executable):
         self._outputs = {name: (value, low.place(value)) for name, value in self._program.outputs.items()}
         self._host_places = {v: low.place(v) for s in self._segments if s.call for v in _tensors(s.call)}
         self._process = os.getpid()
+        matrices = [w.matrix for w in low.weights.values() if w.matrix is not None]
+        self._meter = Meter(low.tape, low.runtime, low.costs, matrices)
+        self.operations, self.barriers = len(low.tape), low.barriers
         self.steps = 0
 
     def run(self, batch: Batch) -> TapeStep:
@@ -54,6 +59,8 @@ class TapeExecutable(Executable):
             raise BackendError("this model was loaded before a fork, which kept none of its threads; load it in the new process")
         self.steps += 1
         sizes = {"tokens": batch.tokens, "rows": len(batch.sample_rows), "pooled": len(batch.pool_rows), "seqs": batch.seqs}
+        if self._meter.on:
+            self._meter.step(sizes, batch)
         try:
             sampled = self._run_whole(batch) if self._whole and "logits" in self._outputs else self._run_parts(batch, sizes)
         except IndexError as e:
@@ -67,11 +74,8 @@ class TapeExecutable(Executable):
         value, place = self._outputs[name]
         return self._read(value, place, sizes)
 
-    def profile(self, on: bool | None = None) -> list[tuple[str, float]]:
-        """(operation, seconds) since profiling was switched on; `on` switches it on (from zero) or off."""
-        if on is not None:
-            self._tape.set_profile(on)
-        return list(self._tape.profile())
+    def profile(self, on: bool) -> Profile:
+        return self._meter.switch(on)
 
     def _run_whole(self, batch: Batch) -> Sampled:
         value, place = self._outputs["logits"]
@@ -83,7 +87,9 @@ class TapeExecutable(Executable):
             if segment.call is None:
                 self._tape.run_range(segment.first, segment.last)
             else:
+                began = time.perf_counter()
                 self._run_on_host(segment.call, batch, sizes)
+                self._meter.host(segment.call.name, time.perf_counter() - began)
         if "logits" not in self._outputs:
             return Sampled(np.zeros(0, np.int32))
         value, place = self._outputs["logits"]

@@ -11,6 +11,7 @@ from trivium.plugin import Kernel
 from trivium_cpu import _native
 from trivium_cpu.lowering import ABSENT, NO_NORM, Extent, Lowering, extent_of
 from trivium_cpu.places import Place
+from trivium_cpu.profile import Cost, attention, projection, store
 
 Lower = Callable[[Lowering, Call], None]
 
@@ -49,9 +50,11 @@ def project(
     plain = norm is not NO_NORM and not all(_native.linear.needs_quantised(m) for m in packed)
     normed = low.temporary(rows.symbol, rows.factor * width) if plain else ABSENT
     record = low.temporary(rows.symbol, rows.factor * _native.linear.record_numbers(width)) if quantised else ABSENT
+    reads = [low.place(x), other, *(outs if accumulate else [])]
+    cost = Cost((*reads, total), tuple(outs), projection(rows, packed), "int8" if quantised else "float32")
     low.emit(
         "project", name, low.place(x).ref, width, rows.native, targets, norm, other.ref, total.ref, normed.ref, record.ref,
-        accumulate, gate, reads=[low.place(x), other, *(outs if accumulate else [])], writes=[*outs, total, normed, record],
+        accumulate, gate, reads=reads, writes=[*outs, total, normed, record], cost=cost,
     )  # fmt: skip
     low.release(normed)
     low.release(record)
@@ -167,7 +170,7 @@ def _gather_rows(low: Lowering, call: Call) -> None:
     y, (symbol, factor) = low.result(call.results[0]), rows_of(call.results[0])
     low.emit(
         "gather_rows", low.place(x).ref, low.place(rows).ref, y.ref, Extent(symbol, factor).native, last(x),
-        reads=[low.place(x), low.place(rows)], writes=[y],
+        reads=[low.place(x), low.place(rows)], writes=[y], cost=Cost((y,), (y,)),
     )  # fmt: skip
 
 
@@ -181,7 +184,13 @@ def write_kv(
     low.emit(
         "rope_write", *(p.ref for p in places), q_out.ref, low.layer(state), heads, Extent("tokens", 1).native, table.ref, half,
         interleaved, q_norm, k_norm, reads=[*places, table], writes=[q_out, low.place(state)],
+        cost=Cost((*places, table), (q_out,), store(token_bytes(low, state))),
     )  # fmt: skip
+
+
+def token_bytes(low: Lowering, state: Value) -> float:
+    """Of one token's keys and values in a layer."""
+    return float(low.layer(state).nbytes) / low.spec.page_size
 
 
 def _kv_write(low: Lowering, call: Call) -> None:
@@ -199,9 +208,11 @@ def _paged_attention(low: Lowering, call: Call) -> None:
         low.shared[key] = low.temporary("fixed", capacity * _native.Tape.partial_numbers(layer, heads))
     y, spans = low.result(call.results[0]), low.shared[key]
     places = [low.place(v) for v in (q, starts, contexts, sinks)]
+    work = attention(token_bytes(low, state), 2 * int(heads) * last(q), attrs["window"] or 0, attrs["causal"])
     low.emit(
         "attention", *(p.ref for p in places), y.ref, layer, heads, attrs["scale"], attrs["softcap"] or 0.0, attrs["window"] or 0,
         attrs["causal"], spans.ref, capacity, reads=[*places, low.place(state)], writes=[y, spans],
+        cost=Cost(tuple(places), (y,), work),
     )  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from trivium.ops import Call, KVSpec, PagedKV, Program, Value
 from trivium.plugin import Choice
 from trivium_cpu import _native
 from trivium_cpu.places import Arena, Barriers, Place
+from trivium_cpu.profile import Cost
 
 _INPUTS = ("token_ids", "positions", "query_starts", "context_lens", "sample_rows", "pool_rows", "adapters")
 ABSENT = Place("constant", 0, 0, _native.Ref())
@@ -85,6 +86,8 @@ class Lowering:
         self.kept: list[Any] = []
         self.segments: list[Segment] = []
         self.shared: dict[Any, Place] = {}
+        self.costs: list[Cost] = []
+        self.barriers = 0
         self._arenas = {name: Arena() for name in (*_SYMBOLS, "fixed")}
         self._barriers = Barriers()
         self._storage: dict[Value, Storage] = {}
@@ -166,9 +169,15 @@ class Lowering:
         if place.space in self._arenas:
             self._arenas[place.space].release(place.offset, place.width)
 
-    def emit(self, name: str, *args: Any, reads: Iterable[Place], writes: Iterable[Place], **named: Any) -> None:
-        """Appends an operation to the tape; `reads` and `writes` say where threads must meet first."""
+    def emit(
+        self, name: str, *args: Any, reads: Iterable[Place], writes: Iterable[Place], cost: Cost | None = None, **named: Any
+    ) -> None:  # fmt: skip
+        """Appends an operation to the tape; `reads` and `writes` say where threads must meet first. cost: by default, that of
+        moving them."""
+        reads, writes = tuple(reads), tuple(writes)
         barrier = self._barriers.needed(reads, writes)
+        self.barriers += barrier
+        self.costs.append(cost or Cost(reads, writes))
         getattr(self.tape, name)(*args, **named, barrier=barrier)
 
     def elementwise(self, kind: str, a: Place, b: Place, y: Place, count: Extent, *, factor: float = 1.0, gate: Any = None) -> None:

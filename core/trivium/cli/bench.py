@@ -14,6 +14,7 @@ from trivium.cli.parser import Parser, add_json, add_model, load_options, number
 
 if TYPE_CHECKING:
     from trivium.api import LLM
+    from trivium.plugin import Profile
     from trivium.sampling import SamplingParams
 
 SEED = 20
@@ -29,6 +30,10 @@ def add_bench(parser: Parser) -> None:
     throughput.add_argument(
         "--num-requests", type=number(int, 1), metavar="N", default=32, help="requests given at once (default: 32)"
     )
+    latency.add_argument(
+        "--profile", action="store_true",
+        help="one more run in which every operator is timed: bytes, operations, and their share of this machine's ceilings",
+    )  # fmt: skip
     for sub in (latency, throughput):
         sub.description = "Random tokens as prompts, greedy, no prefix cache; warm-up, repeats, medians."
     for sub, lengths in ((latency, (512, 64)), (throughput, (128, 64))):
@@ -49,14 +54,17 @@ def bench(args: argparse.Namespace) -> int:
     started = time.perf_counter()
     with LLM(args.model, **load_options(args), enable_prefix_caching=False, progress=not args.json) as llm:
         load_s = time.perf_counter() - started
+        if profiled := args.kind == "latency" and args.profile:
+            llm.loaded.executable.profile(False)  # a backend that can't says so before anything is measured
         runs = measure(llm, args)
+        phases = profile(llm, args) if profiled else {}
         summary = llm.loaded.summary()
         setting = {name: getattr(args, name) for name in ("input_len", "output_len", "repeat", "warmup")}
     facts = {"kind": args.kind, "model": args.model, "device": summary, **setting, "load_s": load_s, "peak_rss_bytes": _peak_rss()}
     share = statistics.median(run.pop("host_share") for run in runs)
     step = statistics.median(run.pop("host_s_per_step") for run in runs)
     figures = {name: _spread([run[name] for run in runs]) for name in runs[0]}
-    report(args, {**figures, "host_share": share, "host_s_per_step": step, **facts})
+    report(args, {**figures, "host_share": share, "host_s_per_step": step, **facts, **({"profile": phases} if phases else {})})
     return 0
 
 
@@ -67,20 +75,62 @@ def report(args: argparse.Namespace, result: dict[str, Any]) -> None:
         return
     print(result["device"])
     rows = [["", "MEDIAN", "MIN", "MAX"]]
-    rows += [[k, *(f"{v[s]:.4g}" for s in ("median", "min", "max"))] for k, v in result.items() if isinstance(v, dict)]
+    spreads = {k: v for k, v in result.items() if isinstance(v, dict) and "median" in v}
+    rows += [[k, *(f"{v[s]:.4g}" for s in ("median", "min", "max"))] for k, v in spreads.items()]
     rows += [[k, f"{v:.4g}", "", ""] for k, v in result.items() if isinstance(v, float)]
+    print(table(rows))
+    for phase, found in result.get("profile", {}).items():
+        report_profile(phase, found)
+
+
+def report_profile(phase: str, found: dict[str, Any]) -> None:
+    """A table of one phase's operators, and the ceilings they are held against."""
+    ceilings = ", ".join(f"{rate / 1e9:.4g} G{kind}" for kind, rate in found["ceilings"].items())
+    print(f"\n{phase}, {found['seconds'] * 1e3:.4g} ms timed; this machine's ceilings just now, a second: {ceilings}")
+    rows = [["OPERATOR", "CALLS", "MS", "SHARE", "GB/S", "GOP/S", "OF CEILING"]]
+    for o in found["operators"]:
+        rates = (f"{o[name] / o['seconds'] / 1e9:.4g}" if o["seconds"] else "" for name in ("bytes", "operations"))
+        rows.append(
+            [o["name"], str(o["calls"]), f"{o['seconds'] * 1e3:.4g}", f"{o['share']:.1%}", *rates, f"{o['of_ceiling']:.0%}"]
+        )
     print(table(rows))
 
 
-def measure(llm: LLM, args: argparse.Namespace) -> list[Sample]:
-    """One Sample a measured run."""
+def profile(llm: LLM, args: argparse.Namespace) -> dict[str, Any]:
+    """The operators of a prefill and of the decode steps after it. Threads meet after every operator, so a step takes a little
+    longer than in the runs that are measured."""
+    (prompt,), params = _requests(llm, args, 1)
+    executable = llm.loaded.executable
+    phases: dict[str, Profile] = {}
+    executable.profile(True)
+    for _ in llm.stream(prompt, params):
+        if not phases:
+            phases["prefill"] = executable.profile(True)
+    phases["decode"] = executable.profile(False)
+    return {phase: _shares(found) for phase, found in phases.items() if found.operators}
+
+
+def _shares(found: Profile) -> dict[str, Any]:
+    total = sum(o.seconds for o in found.operators)
+    rows = [
+        {**o._asdict(), "share": o.seconds / total if total else 0.0, "of_ceiling": o.floor_s / o.seconds if o.seconds else 0.0}
+        for o in found.operators
+    ]
+    return {"seconds": total, "ceilings": dict(found.ceilings), "operators": rows}
+
+
+def _requests(llm: LLM, args: argparse.Namespace, count: int) -> tuple[list[list[int]], SamplingParams]:
     import numpy as np
 
     from trivium.sampling import SamplingParams
 
-    count = args.num_requests if args.kind == "throughput" else 1
     prompts = np.random.default_rng(SEED).integers(0, llm.loaded.vocab_size, (count, args.input_len)).tolist()
-    params = SamplingParams(temperature=0, max_tokens=args.output_len, ignore_eos=True)
+    return prompts, SamplingParams(temperature=0, max_tokens=args.output_len, ignore_eos=True)
+
+
+def measure(llm: LLM, args: argparse.Namespace) -> list[Sample]:
+    """One Sample a measured run."""
+    prompts, params = _requests(llm, args, args.num_requests if args.kind == "throughput" else 1)
     one = _throughput if args.kind == "throughput" else _latency
     samples = []
     for turn in range(args.warmup + args.repeat):

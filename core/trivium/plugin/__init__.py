@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from trivium.ops import Pages
 from trivium.plugin.contract import (
-    API_VERSION, Backend, Capabilities, Device, Executable, Kernel, Memory, Probe, Session, Step, Tensor, WeightFormat,
+    API_VERSION, Backend, Capabilities, Device, Executable, Kernel, Memory, OperatorTime, Probe, Profile, Session, Step, Tensor,
+    WeightFormat,
 )  # fmt: skip
 from trivium.plugin.eager import EagerExecutable
 from trivium.plugin.hooks import hookimpl, hookspec
@@ -17,6 +18,6 @@ from trivium.plugin.select import Choice, select_kernels
 
 __all__ = [
     "API_VERSION", "Backend", "Capabilities", "Choice", "Device", "EagerExecutable", "Executable", "HostFallbackWarning", "Kernel",
-    "Memory", "Pages", "Probe", "Session", "Status", "Step", "Tensor", "WeightFormat", "announce_fallbacks", "find_backends",
-    "find_plugins", "hookimpl", "hookspec", "resolve", "run_on_host", "select_kernels",
+    "Memory", "OperatorTime", "Pages", "Probe", "Profile", "Session", "Status", "Step", "Tensor", "WeightFormat",
+    "announce_fallbacks", "find_backends", "find_plugins", "hookimpl", "hookspec", "resolve", "run_on_host", "select_kernels",
 ]  # fmt: skip

@@ -127,6 +127,26 @@ class Step(ABC):
         batch.pool_rows. Asked for before the next step is run."""
 
 
+class OperatorTime(NamedTuple):
+    """What one kind of operation took: `bytes` that it can't help moving and arithmetic `operations` (a multiply-add counts as two)
+    by its shapes; `floor_s`: the seconds that they need at the ceilings, the slower of the two."""
+
+    name: str
+    calls: int
+    seconds: float
+    bytes: int
+    operations: int
+    floor_s: float
+
+
+class Profile(NamedTuple):
+    """The operations, and the `ceilings` that the device was measured to have just then, each a second: "bytes" of memory read, and
+    operations by their kind ("int8", "float32")."""
+
+    operators: Sequence[OperatorTime]
+    ceilings: Mapping[str, float]
+
+
 class Executable(ABC):
     """A compiled Program."""
 
@@ -134,6 +154,10 @@ class Executable(ABC):
     def run(self, batch: Batch) -> Step:
         """Starts one step; may return before it is done. The arrays of `batch` must not be kept after run() returns.
         If it raises, the KV pages named by batch.slot_mapping may hold anything; all others are unchanged."""
+
+    def profile(self, on: bool) -> Profile:
+        """(optional) What was timed since it was switched on. From here on every operation is timed, from zero, or none."""
+        raise UnsupportedError("this backend can't time its operations")
 
 
 class Session(ABC):
