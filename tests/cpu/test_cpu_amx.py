@@ -167,5 +167,5 @@ def test_tiles_take_inputs_that_are_no_whole_number_of_groups(isa: str, format: 
 def test_the_module_holds_the_tile_instructions() -> None:
     command = ["objdump", "-d", "--no-show-raw-insn", pathlib.Path(native.__file__)]
     text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    for instruction in ("ldtilecfg", "tileloadd", "tilezero", "tdpbssd", "tdpbsud", "tilestored", "tilerelease"):
+    for instruction in ("ldtilecfg", "tileloadd", "tilezero", "tdpbssd", "tdpbsud", "tdpbf16ps", "tilestored", "tilerelease"):
         assert f"\t{instruction}" in text, instruction

@@ -68,7 +68,7 @@ inline Keys visible(const AttentionSpan& s, int64_t row) {
   int64_t high = s.causal && position + 1 < s.context ? position + 1 : s.context;
   int64_t low = s.window > 0 && position + 1 > s.window ? position + 1 - s.window : 0;
   high = (high < s.end ? high : s.end) - s.begin;
-  low = (low > s.begin ? low : s.begin) - s.begin;
+  low = (low < s.begin ? s.begin : low > s.end ? s.end : low) - s.begin;
   return {low, high > low ? high : low};
 }
 

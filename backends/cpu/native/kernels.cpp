@@ -7,11 +7,15 @@ extern const Kernels kernels_portable;
 extern const Kernels kernels_avx2;
 extern const Kernels kernels_avx512;
 extern const Kernels kernels_avx512bf16;
+extern const Kernels kernels_amx;
+extern const Kernels kernels_amx_emulated;
 #endif
 
 const Kernels* find_kernels(const std::string& tier) {
 #if TRIVIUM_X86
-  if (tier == "avx512bf16" || tier == "amx" || tier == "amx_emulated") return &kernels_avx512bf16;
+  if (tier == "amx") return &kernels_amx;
+  if (tier == "amx_emulated") return &kernels_amx_emulated;
+  if (tier == "avx512bf16") return &kernels_avx512bf16;
   if (tier == "avx512") return &kernels_avx512;
   if (tier == "avx2") return &kernels_avx2;
 #endif
