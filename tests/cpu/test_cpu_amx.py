@@ -127,7 +127,8 @@ def test_a_bad_configuration_ends_the_emulation(fault: str) -> None:
 # Every integer layout: (format, storage).
 LAYOUTS = [
     ("int8", "q8_0"), ("int8", "q5_1"), ("int8", "q5_k"), ("int8", "q6_k"), ("int4", "q4_0"), ("int4", "q4_1"), ("int4", "q4_k"),
-    ("int8", "float32"), ("int4", "float32"),
+    ("int8", "float32"), ("int4", "float32"), ("int4", "q3_k"), ("int8_channel", "float32"), ("int4_g64", "float32"),
+    ("int4_g128", "float32"), ("int4_asym_g64", "float32"), ("int4_asym_g128", "float32"),
 ]  # fmt: skip
 
 

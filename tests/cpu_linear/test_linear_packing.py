@@ -13,6 +13,19 @@ linear = native.linear
 LOSSLESS = [(f.name, storage) for f in FORMATS for storage in sorted(f.lossless_from)]
 
 
+INTEGERS = [f.name for f in FORMATS if f.name.startswith("int")]
+
+
+GROUPS = {"int4": 32, "int4_g64": 64, "int4_g128": 128, "int4_asym_g64": 64, "int4_asym_g128": 128}
+"""Numbers that share a scale, of the formats whose numbers are whole multiples of it."""
+
+
+def fits_a_grid(levels: np.ndarray) -> bool:
+    """True if some step of at most 15 between the outermost has whole multiples at all levels, zero among them."""
+    steps = (levels[-1] - levels[0]) / np.arange(len(levels) - 1, 16)
+    return any(np.abs(levels / step - np.rint(levels / step)).max() < 1e-4 for step in steps)
+
+
 def packed(format: str, storage: str, rows: np.ndarray) -> object:
     return linear.pack(linear.Arena(), format, storage, decoded(storage, rows).shape[1], rows)
 
@@ -44,7 +57,7 @@ def test_rounding_stays_within_the_error_budget(format: object, distribution: st
     assert 0 < error <= format.error_budget
 
 
-@pytest.mark.parametrize("format", ["int8", "int4"])
+@pytest.mark.parametrize("format", INTEGERS)
 @pytest.mark.parametrize("storage", ["bfloat16", "q6_k", "q5_1", "q8_0"])
 def test_any_storage_can_be_rounded(format: str, storage: str) -> None:
     rows = stored(storage, 20, 512)
@@ -63,7 +76,7 @@ def test_rounding_to_eight_bits_takes_the_nearest_code() -> None:
     np.testing.assert_allclose(values.reshape(-1, 32), expected, atol=float(scale.max()) * 1e-3)
 
 
-@pytest.mark.parametrize("format", ["int8", "int4", "bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("format", [f.name for f in FORMATS])
 def test_zeros_stay_zeros(format: str) -> None:
     assert not packed(format, "float32", np.zeros((5, 40), np.float32).view(np.uint8)).unpack().any()
 
@@ -79,7 +92,7 @@ def test_bfloat16_and_float16_round_to_nearest_even() -> None:
     np.testing.assert_array_equal(brain, rounded)
 
 
-@pytest.mark.parametrize("format", ["int8", "int4"])
+@pytest.mark.parametrize("format", INTEGERS)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, 3e38])
 def test_weights_without_a_float16_scale_are_refused(format: str, bad: float) -> None:
     weights = np.ones((2, 64), np.float32)
@@ -98,3 +111,55 @@ def test_short_rows_are_refused() -> None:
         linear.pack(linear.Arena(), "int4", "q4_0", 64, np.zeros((4, 18), np.uint8))
     with pytest.raises(ValueError, match="whole number of blocks"):
         linear.pack(linear.Arena(), "int4", "q4_0", 40, np.zeros((4, 36), np.uint8))
+
+
+@pytest.mark.parametrize(("format", "group"), list(GROUPS.items()))
+def test_a_group_is_whole_multiples_of_its_scale(format: str, group: int) -> None:
+    """At most 16 numbers a group, evenly spaced; the last group of a row is shorter."""
+    weights = np.random.default_rng(3).standard_normal((5, 300), dtype=np.float32)
+    values = packed(format, "float32", weights.view(np.uint8)).unpack().astype(np.float64)
+    for start in range(0, 300, group):
+        for numbers in values[:, start : start + group]:
+            levels = np.unique(numbers)
+            assert len(levels) <= 16
+            assert fits_a_grid(levels), levels
+
+
+def test_a_channel_is_whole_multiples_of_its_scale() -> None:
+    weights = np.random.default_rng(3).standard_normal((5, 300), dtype=np.float32)
+    values = packed("int8_channel", "float32", weights.view(np.uint8)).unpack()
+    scale = (np.abs(weights).max(axis=1, keepdims=True) / np.float32(127)).astype(np.float16).astype(np.float32)
+    np.testing.assert_allclose(values, scale * np.clip(np.rint(weights / scale), -127, 127), atol=float(scale.max()) * 1e-3)
+
+
+@pytest.mark.parametrize("format", list(GROUPS))
+def test_four_bit_scales_beat_the_plain_range(format: str) -> None:
+    """The searched and refined scale errs less than largest / 8 (symmetric) or range / 15 (zero point) rounded to nearest."""
+    group = GROUPS[format]
+    weights = np.random.default_rng(4).standard_normal((64, 384), dtype=np.float32)
+    x = weights.reshape(-1, group)
+    if "asym" not in format:
+        step, zero, least, most = np.abs(x).max(1, keepdims=True) / 8, 0, -8, 7
+    else:
+        low, high = np.minimum(x.min(1, keepdims=True), 0), np.maximum(x.max(1, keepdims=True), 0)
+        step = (high - low) / 15
+        zero, least, most = np.rint(-low / step), 0, 15
+    rounded = step * (np.clip(np.rint(x / step) + zero, least, most) - zero)
+    values = packed(format, "float32", weights.view(np.uint8)).unpack().reshape(-1, group)
+    assert np.square(values - x).sum() < 0.97 * np.square(rounded - x).sum()
+
+
+def test_a_minimum_is_the_line_of_least_squares() -> None:
+    """Four-bit codes on a slope of 16 levels come back as they are, wherever the slope lies."""
+    levels = (np.arange(32) % 16).astype(np.float32)
+    weights = np.stack([levels * np.float32(0.5) + np.float32(offset) for offset in (-40, -3.5, 0, 7, 100)])
+    np.testing.assert_array_equal(packed("int4_asym", "float32", weights.view(np.uint8)).unpack(), weights)
+
+
+def test_an_mxfp4_scale_beyond_float16_is_refused() -> None:
+    block = np.full((1, 17), 0x22, np.uint8)
+    block[0, 0] = 90
+    with pytest.raises(ValueError, match="mxfp4"):
+        packed("int8", "mxfp4", block)
+    block[0, 1:] = 0  # a block of zeros has no scale to keep
+    assert not packed("int8", "mxfp4", block).unpack().any()

@@ -12,8 +12,19 @@ Floats = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
 
 FLOAT_STORAGES = ("float32", "bfloat16", "float16")
-SMALL_BLOCKS = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0")
-K_BLOCKS = ("q4_k", "q5_k", "q6_k")
+SMALL_BLOCKS = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "iq4_nl", "mxfp4")
+SCALES_AT = {
+    "q4_k": (0, 2),
+    "q5_k": (0, 2),
+    "q6_k": (208,),
+    "q3_k": (108,),
+    "iq4_xs": (0,),
+    "tq1_0": (52,),
+    "tq2_0": (64,),
+    "iq4_nl": (0,),
+}
+"""Where the float16 numbers of a block are; its other bytes may be anything."""
+K_BLOCKS = ("q4_k", "q5_k", "q6_k", "q3_k", "iq4_xs", "tq1_0", "tq2_0")
 BLOCKS = SMALL_BLOCKS + K_BLOCKS
 GROUP = 32
 
@@ -31,15 +42,14 @@ def stored(storage: str, out: int, in_: int, seed: int = 0) -> Bytes:
     """uint8[out, bytes a row]: random weights of a storage format; every code and scale bit pattern of blocks occurs."""
     rng = np.random.default_rng(seed)
     weights = rng.standard_normal((out, in_), dtype=np.float32) * np.float32(0.05)
-    if storage not in K_BLOCKS:
+    if storage not in SCALES_AT and storage != "mxfp4":
         return np.ascontiguousarray(gguf.quants.quantize(weights, _ggml_type(storage)).view(np.uint8).reshape(out, -1))
     block, size = gguf.GGML_QUANT_SIZES[_ggml_type(storage)]
     blocks = rng.integers(0, 256, (out * in_ // block, size), dtype=np.uint8)
-    scales = rng.uniform(-2e-3, 2e-3, (len(blocks), 2)).astype(np.float16).view(np.uint8)
-    if storage == "q6_k":
-        blocks[:, -2:] = scales[:, :2]
-    else:
-        blocks[:, :4] = scales
+    if storage == "mxfp4":
+        blocks[:, 0] = rng.integers(112, 124, len(blocks))
+    for at in SCALES_AT.get(storage, ()):
+        blocks[:, at : at + 2] = rng.uniform(-2e-3, 2e-3, (len(blocks), 1)).astype(np.float16).view(np.uint8)
     return blocks.reshape(out, -1)
 
 

@@ -30,8 +30,6 @@ Enum named(const char* const (&names)[N], const std::string& name) {
   throw std::invalid_argument("unknown name: " + name);
 }
 
-constexpr const char* kStorages[] = {"float32", "bfloat16", "float16", "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q5_k", "q6_k"};
-constexpr const char* kFormats[] = {"float32", "bfloat16", "float16", "int8", "int4"};
 constexpr const char* kKvTypes[] = {"float32", "bfloat16", "float16", "int8"};
 
 void finish_packing(Runtime& runtime) {
@@ -42,14 +40,14 @@ void finish_packing(Runtime& runtime) {
 
 // What can't fail is packed in the background, all else at once; see Packer.
 linear::PackedMatrix pack(Runtime& runtime, const std::string& format, const std::string& storage, int64_t in, const ByteRows& rows, bool mapped) {
-  const auto stored = named<linear::Storage>(kStorages, storage);
-  const auto wanted = named<linear::Format>(kFormats, format);
+  const auto stored = named<linear::Storage>(linear::kStorageNames, storage);
+  const auto wanted = named<linear::Format>(linear::kFormatNames, format);
   const linear::Source source{stored, rows.data(), static_cast<int64_t>(rows.shape(1))};
   const bool whole = linear::storage_row_bytes(stored, in) == source.row_bytes;
   linear::PackedMatrix matrix(runtime.arena, linear::choose_layout(wanted, stored), static_cast<int64_t>(rows.shape(0)), in);
   runtime.packer.add(matrix, source, mapped);
   runtime.sources.push_back(rows);
-  if (!mapped || !whole || !linear::is_lossless(wanted, stored)) finish_packing(runtime);
+  if (!mapped || !whole || !linear::is_lossless(wanted, stored) || stored == linear::Storage::mxfp4) finish_packing(runtime);
   return matrix;
 }
 

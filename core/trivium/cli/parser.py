@@ -96,7 +96,11 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     positive = number(int, 1)
     group.add_argument("--backend", default="auto", metavar="NAME[:DEVICE]", help="see `trivium backends` (default: auto)")
     group.add_argument("--dtype", default="auto", help="float32, bfloat16 or float16 (default: what the backend does best)")
-    group.add_argument("--quantize", metavar="FORMAT", help="resident format of the linear weights, such as int8 or int4")
+    group.add_argument(
+        "--quantize",
+        metavar="FORMAT",
+        help="resident format of the projections (int4, int8, ...); by part: int4,lm_head=F,embedding=F",
+    )
     group.add_argument("--threads", type=positive, metavar="N", help="host threads (default: what affinity and quota allow)")
     group.add_argument("--block-size", type=positive, metavar="N", help="tokens a page of the KV cache")
     group.add_argument("--num-kv-blocks", type=positive, metavar="N", help="pages of the KV cache")

@@ -36,9 +36,10 @@ _SAMPLE_FORMATS = ("float32", "float16", "bfloat16")
 @dataclass(frozen=True)
 class LoadOptions:
     """How to load. None or "auto": chosen and reported. `dtype`: every weight resident in that float type. `quantize`: resident
-    format of the linear weights. `block_size`: tokens a page. `num_kv_blocks`: pages in the pool, over all groups.
-    `num_speculative_tokens`: further rows that each sequence may want in a step. `enable_lora`: adapters can be loaded, up to
-    `max_lora_rank`; sequences that run have at most `max_loras` different ones."""
+    format of the projections, also by part: "int4,lm_head=int4_asym,embedding=int8"; rounds what is quantised already, too.
+    `block_size`: tokens a page. `num_kv_blocks`: pages in the pool, over all groups. `num_speculative_tokens`: further rows that
+    each sequence may want in a step. `enable_lora`: adapters can be loaded, up to `max_lora_rank`; sequences that run have at most
+    `max_loras` different ones."""
 
     dtype: str = "auto"
     quantize: str | None = None
@@ -265,14 +266,38 @@ def _choose_format(weight: Weight, constant: Constant, formats: Mapping[str, Wei
     options = p.options
     if len(weight.shape) < 2:
         return formats["float32"]
-    if options.quantize is not None and all(c.name != "embedding" for c in p.program.consumers().get(constant.value, ())):
-        if options.quantize not in formats:
-            known = ", ".join(formats)
-            raise InvalidRequestError(f"quantize {options.quantize!r} is not a format here; {known} are", param="quantize")
-        return formats[options.quantize]
+    if (quantised := _quantised(weight, constant, formats, p)) is not None:
+        return quantised
     if options.dtype != "auto":
         return formats.get(options.dtype, formats["float32"])
     return next((f for f in formats.values() if weight.format in f.lossless_from), formats["float32"])
+
+
+def _quantised(weight: Weight, constant: Constant, formats: Mapping[str, WeightFormat], p: Plan) -> WeightFormat | None:
+    """The format that `quantize` gives to a weight. A table that is not named is the head that it is tied to, else as stored;
+    a head that is not named is held as the projections are, but in 8 bits or more unless it is stored in fewer."""
+    parts = _quantised_parts(p.options.quantize)
+    head = any(c.value.name == "lm_head.weight" and c.source == constant.source for c in p.program.constants)
+    embeds = any(c.name == "embedding" for c in p.program.consumers().get(constant.value, ()))
+    part = "embedding" if embeds and (not head or "embedding" in parts) else "lm_head" if head else "linear"
+    name = parts.get(part, "auto" if part == "embedding" else parts.get("linear", "auto"))
+    if name == "auto":
+        return None
+    if name not in formats:
+        raise InvalidRequestError(f"quantize {name!r} is not a format here; {', '.join(formats)} are", param="quantize")
+    if part == "lm_head" not in parts and formats[name].bits < 8:
+        return next(f for f in formats.values() if weight.format in f.lossless_from or f.bits >= 8)
+    return formats[name]
+
+
+def _quantised_parts(quantize: str | None) -> dict[str, str]:
+    """Format by part, "auto" for as stored: linear (every projection; the name may be left out), lm_head, embedding."""
+    pairs = [item.strip().rpartition("=")[::2] for item in ("auto" if quantize is None else str(quantize)).split(",")]
+    parts = {part or "linear": format for part, format in pairs}
+    if len(parts) < len(pairs) or parts.keys() - {"linear", "lm_head", "embedding"}:
+        message = f"quantize {quantize!r}: parts are linear, lm_head and embedding, once each, as in 'int4,lm_head=int8'"
+        raise InvalidRequestError(message, param="quantize")
+    return parts
 
 
 def _load_weights(session: Session, p: Plan, progress: Callable[[int, int], None] | None) -> dict[str, Any]:

@@ -40,7 +40,7 @@ struct AmxKernel {
   template <Layout kLayout>
   struct Panels {
     static constexpr Shape kShape = shape(kLayout);
-    static constexpr int64_t kParts = kLayout == Layout::q8_k6 ? 2 : 1;
+    static constexpr int64_t kParts = has_half_groups(kLayout) ? 2 : 1;
     static constexpr int64_t kInputs = kGroup / kParts;  // a unit
     static constexpr int64_t kCodeBytes = kInputs * kTile * kShape.bits / 8;
     static constexpr bool kSigned = is_symmetric(kLayout);
@@ -50,7 +50,7 @@ struct AmxKernel {
     int64_t units;
 
     Panels(const MatrixView& m, const QuantisedRows& rows)
-        : matrix(m), x(rows), units(kShape.chunks(m.in) * kShape.groups * kParts) {}
+        : matrix(m), x(rows), units(kShape.row_groups(m.in) * kParts) {}
 
     static amx::Config config(int64_t rows) {
       amx::Config c;
@@ -226,6 +226,12 @@ struct AmxKernel {
       case Layout::q8_k6: return multiply_codes<Layout::q8_k6>(matrix, input, tiled, outs, output);
       case Layout::q4_s: return multiply_codes<Layout::q4_s>(matrix, input, tiled, outs, output);
       case Layout::q4_sm: return multiply_codes<Layout::q4_sm>(matrix, input, tiled, outs, output);
+      case Layout::q8_c: return multiply_codes<Layout::q8_c>(matrix, input, tiled, outs, output);
+      case Layout::q4_k6: return multiply_codes<Layout::q4_k6>(matrix, input, tiled, outs, output);
+      case Layout::q4_s64: return multiply_codes<Layout::q4_s64>(matrix, input, tiled, outs, output);
+      case Layout::q4_s128: return multiply_codes<Layout::q4_s128>(matrix, input, tiled, outs, output);
+      case Layout::q4_z64: return multiply_codes<Layout::q4_z64>(matrix, input, tiled, outs, output);
+      case Layout::q4_z128: return multiply_codes<Layout::q4_z128>(matrix, input, tiled, outs, output);
       default: return multiply_codes<Layout::q4_k>(matrix, input, tiled, outs, output);
     }
   }

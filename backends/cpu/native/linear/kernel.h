@@ -99,14 +99,15 @@ struct LinearKernel {
   template <Layout kLayout>
   TRIVIUM_INLINE static F32 group_scale(const uint8_t* header, int64_t group, int part) {
     const uint8_t* sub_scales = header + 64 + 32 * group;
-    if constexpr (kLayout == Layout::q8_k6) return S::mul(S::load_float16(header), S::load_int8(sub_scales + 16 * part));
+    if constexpr (has_half_groups(kLayout)) return S::mul(S::load_float16(header), S::load_int8(sub_scales + 16 * part));
     else if constexpr (is_blocked(kLayout)) return S::mul(S::load_float16(header), S::load_uint8(sub_scales));
-    else return S::load_float16(header + 32 * group);
+    else return S::load_float16(header + 32 * (group / shape(kLayout).span));
   }
   template <Layout kLayout>
   TRIVIUM_INLINE static F32 group_min(const uint8_t* header, int64_t group) {
     const uint8_t* sub_mins = header + 80 + 32 * group;
     if constexpr (is_blocked(kLayout)) return S::negate(S::mul(S::load_float16(header + 32), S::load_uint8(sub_mins)));
+    else if constexpr (has_zero_points(kLayout)) return S::negate(S::mul(S::load_float16(header), S::load_uint8(header + 32)));
     else return S::load_float16(header + 32);
   }
 
@@ -140,8 +141,11 @@ struct LinearKernel {
   template <Layout kLayout>
   TRIVIUM_INLINE static I32 start(const QuantisedGroup& x, int part) {
     if constexpr (!is_symmetric(kLayout)) return S::zero();
-    else if constexpr (shape(kLayout).bits == 4) return S::splat_whole(&x.start4);
-    else return S::start_signed(kLayout == Layout::q8_k6 ? &x.start8_half[part] : &x.start8);
+    else if constexpr (kLayout == Layout::q4_k6) {
+      const int32_t half = x.start8_half[part] / (kZero8 / kZero4);
+      return S::splat_whole(&half);
+    } else if constexpr (shape(kLayout).bits == 4) return S::splat_whole(&x.start4);
+    else return S::start_signed(has_half_groups(kLayout) ? &x.start8_half[part] : &x.start8);
   }
 
   // scale * (1 + quarters / 4) for each number of quarters.
@@ -162,7 +166,7 @@ struct LinearKernel {
   // One group of a tile for R rows.
   template <Layout kLayout, int R>
   TRIVIUM_INLINE static void add_group(const uint8_t* header, const uint8_t* codes, int64_t group, const Groups<R>& x, F32 (&sum)[R]) {
-    constexpr int kParts = kLayout == Layout::q8_k6 ? 2 : 1;
+    constexpr int kParts = has_half_groups(kLayout) ? 2 : 1;
     constexpr int kQuadCount = static_cast<int>(kQuads) / kParts;
 #pragma GCC unroll 2
     for (int part = 0; part < kParts; ++part) {
@@ -171,7 +175,7 @@ struct LinearKernel {
       I32 acc[R];
 #pragma GCC unroll 16
       for (int r = 0; r < R; ++r) acc[r] = start<kLayout>(x[r], part);
-      dot_quads<kLayout, kQuadCount, R>(codes + part * kQuadCount * kLine, x, 4 * kQuadCount * part, acc);
+      dot_quads<kLayout, kQuadCount, R>(codes + part * (shape(kLayout).group_bytes() / kParts), x, 4 * kQuadCount * part, acc);
 #pragma GCC unroll 16
       for (int r = 0; r < R; ++r) {
         const F32 value = S::to_float(S::shift_left(acc[r], &x[r].shift));
@@ -195,9 +199,10 @@ struct LinearKernel {
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) sum[r] = S::zero_float();
     const uint8_t* tile = matrix.data + out / kTile * matrix.tile_bytes;
-    for (int64_t chunk = kShape.chunks(matrix.in); chunk > 0; --chunk, tile += kShape.chunk_bytes()) {
+    for (int64_t left = kShape.row_groups(matrix.in); left > 0; left -= kShape.groups, tile += kShape.chunk_bytes()) {
       const uint8_t* codes = tile + kShape.header;
-      for (int64_t group = 0; group < kShape.groups; ++group, codes += kShape.group_bytes()) {
+      const int64_t groups = kShape.groups <= 2 ? kShape.groups : std::min(kShape.groups, left);
+      for (int64_t group = 0; group < groups; ++group, codes += kShape.group_bytes()) {
         add_group<kLayout, R>(tile, codes, group, x, sum);
         x.next();
       }
@@ -208,12 +213,13 @@ struct LinearKernel {
 
   template <Layout kLayout>
   static void multiply_codes(const MatrixView& matrix, const Input& input, Range rows, Range outs, const Output& output) {
+    constexpr int kMost = is_common(kLayout) ? S::kRows : std::min(S::kRows, 6);
     const QuantisedRows& x = input.quantised;
     const int64_t block = std::max<int64_t>(1, kRowBlockBytes / x.stride / S::kRows) * S::kRows;
     for (int64_t first = rows.begin; first < rows.end; first += block) {
       const Range some = {first, std::min(first + block, rows.end)};
       for (int64_t out = outs.begin; out < outs.end; out += kTile) {
-        for_even_rows<S::kRows>(some, [&]<int R>(int64_t row) { tile_rows<kLayout, R>(matrix, x, row, out, outs.end, output); });
+        for_even_rows<kMost>(some, [&]<int R>(int64_t row) { tile_rows<kLayout, R>(matrix, x, row, out, outs.end, output); });
       }
     }
   }
@@ -311,6 +317,12 @@ struct LinearKernel {
       case Layout::q4_s: return multiply_codes<Layout::q4_s>(matrix, input, rows, outs, output);
       case Layout::q4_sm: return multiply_codes<Layout::q4_sm>(matrix, input, rows, outs, output);
       case Layout::q4_k: return multiply_codes<Layout::q4_k>(matrix, input, rows, outs, output);
+      case Layout::q8_c: return multiply_codes<Layout::q8_c>(matrix, input, rows, outs, output);
+      case Layout::q4_k6: return multiply_codes<Layout::q4_k6>(matrix, input, rows, outs, output);
+      case Layout::q4_s64: return multiply_codes<Layout::q4_s64>(matrix, input, rows, outs, output);
+      case Layout::q4_s128: return multiply_codes<Layout::q4_s128>(matrix, input, rows, outs, output);
+      case Layout::q4_z64: return multiply_codes<Layout::q4_z64>(matrix, input, rows, outs, output);
+      case Layout::q4_z128: return multiply_codes<Layout::q4_z128>(matrix, input, rows, outs, output);
     }
   }
 

@@ -21,15 +21,28 @@ inline constexpr int64_t kRowBlock = 8;     // ranges of rows are best split at 
 // ---------------------------------------------------------------------------------------------------------------- formats
 
 // How a checkpoint stores a row. The block formats are those of GGUF (ggml's block layouts).
-enum class Storage : uint8_t { float32, bfloat16, float16, q4_0, q4_1, q5_0, q5_1, q8_0, q4_k, q5_k, q6_k };
+enum class Storage : uint8_t {
+  float32, bfloat16, float16, q4_0, q4_1, q5_0, q5_1, q8_0, q4_k, q5_k, q6_k, q3_k, iq4_nl, iq4_xs, tq1_0, tq2_0, mxfp4
+};
+inline constexpr const char* kStorageNames[] = {"float32", "bfloat16", "float16", "q4_0",   "q4_1",   "q5_0",  "q5_1",  "q8_0", "q4_k",
+                                                "q5_k",    "q6_k",     "q3_k",    "iq4_nl", "iq4_xs", "tq1_0", "tq2_0", "mxfp4"};
 
-// What the caller asks for.
-enum class Format : uint8_t { float32, bfloat16, float16, int8, int4 };
+// What the caller asks for. Groups of 32 inputs unless the name says otherwise; asym: with a minimum (32) or a zero point.
+enum class Format : uint8_t {
+  float32, bfloat16, float16, int8, int8_channel, int4, int4_g64, int4_g128, int4_asym, int4_asym_g64, int4_asym_g128
+};
+inline constexpr const char* kFormatNames[] = {"float32",   "bfloat16",  "float16",       "int8",          "int8_channel", "int4", "int4_g64",
+                                               "int4_g128", "int4_asym", "int4_asym_g64", "int4_asym_g128"};
 
 // What lies in memory. Suffixes: s, float16 scale a group of 32, symmetric; sm, float16 scale and minimum a group of 32; k,
 // 8-bit scale and minimum a group of 32 under two float16 factors a block of 256; k6, signed 8-bit scale a group of 16 under
-// one factor a 256.
-enum class Layout : uint8_t { float32, bfloat16, float16, q8_s, q8_sm, q8_k, q8_k6, q4_s, q4_sm, q4_k };
+// one factor a 256; s64, s128, c: as s with one scale for 64 inputs, for 128, for the whole row; z64, z128: float16 scale and
+// whole zero point for 64 inputs, for 128.
+enum class Layout : uint8_t {
+  float32, bfloat16, float16, q8_s, q8_sm, q8_k, q8_k6, q8_c, q4_s, q4_sm, q4_k, q4_k6, q4_s64, q4_s128, q4_z64, q4_z128
+};
+inline constexpr const char* kLayoutNames[] = {"float32", "bfloat16", "float16", "q8_s",  "q8_sm",  "q8_k",    "q8_k6",  "q8_c",
+                                               "q4_s",    "q4_sm",    "q4_k",    "q4_k6", "q4_s64", "q4_s128", "q4_z64", "q4_z128"};
 
 // The layout that holds `storage` in `format`: without loss where that exists, else by rounding.
 Layout choose_layout(Format format, Storage storage);

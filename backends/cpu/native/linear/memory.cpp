@@ -42,7 +42,7 @@ int64_t tile_bytes(Layout layout, int64_t in) {
     case Layout::float32: return in * kTile * 4;
     case Layout::float16: return (in + in % 2) * kTile * 2;
     case Layout::bfloat16: return (in + in % 2) * kTile * 2;
-    default: return shape(layout).chunks(in) * shape(layout).chunk_bytes();
+    default: return shape(layout).row_bytes(in);
   }
 }
 

@@ -24,10 +24,6 @@ using MutableFloats = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::
 using Vector = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Bytes = nb::ndarray<const uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
-constexpr const char* kStorages[] = {"float32", "bfloat16", "float16", "q4_0", "q4_1", "q5_0",
-                                     "q5_1",    "q8_0",     "q4_k",    "q5_k", "q6_k"};
-constexpr const char* kFormats[] = {"float32", "bfloat16", "float16", "int8", "int4"};
-constexpr const char* kLayouts[] = {"float32", "bfloat16", "float16", "q8_s", "q8_sm", "q8_k", "q8_k6", "q4_s", "q4_sm", "q4_k"};
 constexpr const char* kIsas[] = {"portable", "avx2", "avx512", "avx512_vnni", "amx", "amx_emulated"};
 
 template <class Enum, size_t N>
@@ -61,8 +57,8 @@ nb::ndarray<nb::numpy, T> array_of(std::vector<T> values, std::initializer_list<
 }
 
 PackedMatrix pack(Arena& arena, const std::string& format, const std::string& storage, int64_t in, const Bytes& rows) {
-  const Storage stored = named<Storage>(kStorages, storage);
-  PackedMatrix matrix(arena, choose_layout(named<Format>(kFormats, format), stored), static_cast<int64_t>(rows.shape(0)), in);
+  const Storage stored = named<Storage>(kStorageNames, storage);
+  PackedMatrix matrix(arena, choose_layout(named<Format>(kFormatNames, format), stored), static_cast<int64_t>(rows.shape(0)), in);
   pack_tiles(matrix, {stored, rows.data(), static_cast<int64_t>(rows.shape(1))}, 0, matrix.tiles());
   return matrix;
 }
@@ -158,14 +154,14 @@ void bind_measures(nb::module_& m) {
 void bind_linear(nb::module_& m) {
   nb::class_<Arena>(m, "Arena").def(nb::init<>());
   nb::class_<PackedMatrix>(m, "Matrix")
-      .def_prop_ro("layout", [](const PackedMatrix& matrix) { return kLayouts[static_cast<int>(matrix.view().layout)]; })
+      .def_prop_ro("layout", [](const PackedMatrix& matrix) { return kLayoutNames[static_cast<int>(matrix.view().layout)]; })
       .def_prop_ro("nbytes", &PackedMatrix::bytes)
       .def_prop_ro("shape", [](const PackedMatrix& matrix) { return nb::make_tuple(matrix.view().out, matrix.view().in); })
       .def("unpack", &unpack, "float32[out, in], decoded.");
   m.def("isas", [] { return names_of(available_isas()); }, "Instruction sets of this machine, best first.");
   m.def("emulated_isas", [] { return names_of(emulated_isas()); }, "Instruction sets whose kernels run here on an emulation, for tests.");
   m.def("is_lossless", [](const std::string& format, const std::string& storage) {
-    return is_lossless(named<Format>(kFormats, format), named<Storage>(kStorages, storage));
+    return is_lossless(named<Format>(kFormatNames, format), named<Storage>(kStorageNames, storage));
   });
   m.def("pack", &pack, nb::arg("arena"), nb::arg("format"), nb::arg("storage"), nb::arg("in"), nb::arg("rows"),
         "Packs rows uint8[out, bytes a row] of a storage format.");

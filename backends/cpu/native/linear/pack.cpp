@@ -12,7 +12,8 @@ namespace {
 
 // The integer layout that holds a block storage exactly; float32 if there is none.
 Layout exact_codes(Format format, Storage storage) {
-  const bool four = format == Format::int4;
+  const bool four = format == Format::int4 || format == Format::int4_asym;
+  if (!four && format != Format::int8) return Layout::float32;
   switch (storage) {
     case Storage::q4_0: return four ? Layout::q4_s : Layout::q8_s;
     case Storage::q4_1: return four ? Layout::q4_sm : Layout::q8_sm;
@@ -21,7 +22,13 @@ Layout exact_codes(Format format, Storage storage) {
     case Storage::q8_0: return four ? Layout::float32 : Layout::q8_s;
     case Storage::q5_1: return four ? Layout::float32 : Layout::q8_sm;
     case Storage::q5_k: return four ? Layout::float32 : Layout::q8_k;
+    case Storage::q3_k: return four ? Layout::q4_k6 : Layout::q8_k6;
+    case Storage::iq4_xs:
     case Storage::q6_k: return four ? Layout::float32 : Layout::q8_k6;
+    case Storage::tq1_0:
+    case Storage::tq2_0: return four ? Layout::q4_s128 : Layout::q8_s;
+    case Storage::iq4_nl:
+    case Storage::mxfp4: return four ? Layout::float32 : Layout::q8_s;
     default: return Layout::float32;
   }
 }
@@ -44,7 +51,8 @@ public:
   }
 
   uint8_t* half(int64_t group, int64_t offset) const { return chunk(group) + offset + 2 * lane_; }
-  uint8_t* scale(int64_t group) const { return half(group, 32 * (group % shape_.groups)); }
+  uint8_t* scale(int64_t group) const { return half(group, 32 * (group % shape_.groups / shape_.span)); }
+  uint8_t* zero_point(int64_t group) const { return chunk(group) + 32 + lane_; }
   uint8_t* min(int64_t group) const { return half(group, 32); }
   uint8_t* sub_scale(int64_t group) const { return chunk(group) + 64 + 32 * (group % 8) + lane_; }
   uint8_t* sub_min(int64_t group) const { return sub_scale(group) + 16; }  // for k6: the second half group's scale
@@ -70,11 +78,12 @@ int zero_of(Layout layout) {
 }
 
 void write_scales(const RowCodes& row, int64_t groups, const Lane& lane) {
-  const bool k6 = lane.layout() == Layout::q8_k6;
+  const bool k6 = has_half_groups(lane.layout());
   for (int64_t g = 0; g < groups; ++g) {
     if (!is_blocked(lane.layout())) {
       write_half(lane.scale(g), row.scale[g]);
-      if (!is_symmetric(lane.layout())) write_half(lane.min(g), row.min[g]);
+      if (has_zero_points(lane.layout())) *lane.zero_point(g) = row.sub_min[g];
+      else if (!is_symmetric(lane.layout())) write_half(lane.min(g), row.min[g]);
       continue;
     }
     write_half(lane.half(g, 0), row.d[g / 8]);
@@ -139,10 +148,11 @@ struct Scales {
 Scales read_scales(const Lane& lane, int64_t group) {
   if (!is_blocked(lane.layout())) {
     const float scale = read_half(lane.scale(group));
+    if (has_zero_points(lane.layout())) return {{scale, scale}, -(scale * static_cast<float>(*lane.zero_point(group)))};
     return {{scale, scale}, is_symmetric(lane.layout()) ? 0.0f : read_half(lane.min(group))};
   }
   const float d = read_half(lane.half(group, 0));
-  if (lane.layout() == Layout::q8_k6) {
+  if (has_half_groups(lane.layout())) {
     const auto first = static_cast<int8_t>(*lane.sub_scale(group));
     const auto second = static_cast<int8_t>(*lane.sub_min(group));
     return {{d * static_cast<float>(first), d * static_cast<float>(second)}, 0.0f};
@@ -203,7 +213,16 @@ Layout choose_layout(Format format, Storage storage) {
   }
   const Layout exact = exact_codes(format, storage);
   if (exact != Layout::float32) return exact;
-  return format == Format::int4 ? Layout::q4_s : Layout::q8_s;
+  switch (format) {
+    case Format::int4: return Layout::q4_s;
+    case Format::int4_g64: return Layout::q4_s64;
+    case Format::int4_g128: return Layout::q4_s128;
+    case Format::int4_asym: return Layout::q4_sm;
+    case Format::int4_asym_g64: return Layout::q4_z64;
+    case Format::int4_asym_g128: return Layout::q4_z128;
+    case Format::int8_channel: return Layout::q8_c;
+    default: return Layout::q8_s;
+  }
 }
 
 bool is_lossless(Format format, Storage storage) {
@@ -217,8 +236,7 @@ bool is_lossless(Format format, Storage storage) {
 
 void pack_tiles(PackedMatrix& matrix, const Source& source, int64_t tile_begin, int64_t tile_end) {
   const MatrixView view = matrix.view();
-  const bool rounds = view.layout == Layout::q8_s || view.layout == Layout::q4_s || !needs_quantised(view.layout);
-  if (!rounds && !holds_blocks(view.layout, source.storage)) {
+  if (needs_quantised(view.layout) && !can_round(view.layout) && !holds_blocks(view.layout, source.storage)) {
     throw std::invalid_argument("this layout holds its own block format only");
   }
   if (source.row_bytes < storage_row_bytes(source.storage, view.in) || storage_row_bytes(source.storage, view.in) == 0) {
