@@ -82,3 +82,18 @@ def test_n_outputs_compute_the_prompt_once_and_differ_by_seed(caching: bool) -> 
     assert len({tuple(c.token_ids) for c in output.outputs}) == 4
     assert engine.stats.computed_tokens <= len(prompt) + 4 * 9 + 3 * 4
     assert output.metrics.num_cached_tokens == 0
+
+
+@pytest.mark.parametrize("kind", ["full", "windows only"])
+def test_without_prefix_caching_later_requests_use_the_pages_of_earlier_ones(kind: str) -> None:
+    """So the memory that is ever touched is what runs at a time takes, not the whole pool."""
+    engine = engine_of(KINDS[kind], pages=400, enable_prefix_caching=False)
+    touched: list[set[int]] = []
+    for seed in range(3):
+        for prompt in prompts_of(4, 60, seed=7):
+            engine.add_request(prompt, greedy(12), cache_salt=str(seed))
+        run_all(engine)
+        batches = engine.model.executable.batches
+        touched.append({int(page) for b in batches for page in b.block_tables.ravel() if page >= 0})
+    assert touched[0] == touched[1] == touched[2]
+    assert len(touched[0]) < 100

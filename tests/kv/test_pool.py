@@ -65,6 +65,13 @@ class PoolMachine(RuleBasedStateMachine):
         self.released = [p for p in self.released if p != page]
         self.owners.append([page])
 
+    @rule(pages=st.sets(st.integers(0, PAGES - 1)))
+    def forget(self, pages: set[int]) -> None:
+        self.pool.forget(sorted(pages))
+        gone = [p for p in self.released if p in pages]
+        self.released = [p for p in self.released if p not in pages]
+        self.content = {k: p for k, p in self.content.items() if p not in gone}
+
     @precondition(lambda self: self.owners)
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:

@@ -58,6 +58,7 @@ class Engine:
         self.stats = Stats()
         seqs, tokens = self.config.max_num_seqs, self.config.max_num_batched_tokens
         self.kv = KVCache(model.kv_spec, model.num_pages, min(seqs, tokens))
+        self.kv.private = not self.config.enable_prefix_caching
         host, path, size = self.config.kv_host_bytes, self.config.kv_disk_path, self.config.kv_disk_bytes
         if host or path is not None:
             self.kv.tiers = Tiers(model.layout, host, None if path is None else Disk(Path(path), size, model.layout))

@@ -111,6 +111,8 @@ class KVCache:
         self.spec = spec
         self.page_size = spec.page_size
         self.tiers: Tiers | None = None
+        self.private = False
+        """No stream finds what another has published."""
         self.pool = BlockPool(num_pages)
         self.paged = [g for g, group in enumerate(spec.groups) if group.spec.paged]
         self.recurrent = [g for g, group in enumerate(spec.groups) if not group.spec.paged]
@@ -331,11 +333,14 @@ class KVCache:
                 self._changed()[g, stream.row, gone] = -1
                 stream.first[i] = full - back
 
-    def release(self, stream: Stream) -> None:
-        """Gives everything back. What was published can be found again."""
+    def release(self, stream: Stream, *, ended: bool = False) -> None:
+        """Gives everything back. What was published can be found again, but what is private ends with its stream."""
         if stream.row < 0:
             return
-        self.pool.release(reversed(self.held(stream)))
+        held = self.held(stream)
+        self.pool.release(reversed(held))
+        if ended and self.private:
+            self.pool.forget(held)
         self._changed()[:, stream.row, : max(stream.blocks, 1)] = -1
         self._rows.append(stream.row)
         stream.row, stream.blocks, stream.computed, stream.forked = -1, 0, 0, False

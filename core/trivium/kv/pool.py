@@ -102,19 +102,31 @@ class BlockPool:
         assert all(self._keys[page] == key for key, page in self._pages.items()), "a published page lost its key"
         assert self._continued == Counter(self._origins[page][0] for page in self._pages.values()), "continued pages miscounted"
 
+    def forget(self, pages: Iterable[int]) -> None:
+        """Nobody will look for what the idle ones of these pages hold: they are free, and the first to be handed out again, so that
+        the memory in use stays what owners need at a time."""
+        for page in pages:
+            if page in self._idle:
+                self._unpublish(page)
+                self._free.append(page)
+
     def _evict(self) -> int:
         page = next((page for page in self._idle if not self._continued[self._keys[page]]), next(iter(self._idle)))
+        key, origin = self._keys[page], self._origins[page][1]
+        self._unpublish(page)
+        if key is not None and origin is not None:
+            self.evicted.append(Evicted(page, key, origin))
+        return page
+
+    def _unpublish(self, page: int) -> None:
         del self._idle[page]
-        (parent, origin), key = self._origins[page], self._keys[page]
+        parent, key = self._origins[page][0], self._keys[page]
         self._keys[page], self._origins[page] = None, (None, None)
         if key is not None:
             del self._pages[key]
             self._continued[parent] -= 1
             if self._continued[parent] == 0:
                 del self._continued[parent]
-            if origin is not None:
-                self.evicted.append(Evicted(page, key, origin))
-        return page
 
 
 class Ledger:

@@ -127,7 +127,7 @@ class Scheduler:
 
     def remove(self, seq: Sequence) -> None:
         """Takes out a sequence that has ended, for whatever reason, and gives its pages back."""
-        self.kv.release(seq)
+        self.kv.release(seq, ended=True)
         if _discard(self.running if seq.running else self.waiting, seq) and not seq.running:
             self.waiting_tokens -= seq.length
         seq.running = False
