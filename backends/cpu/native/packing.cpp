@@ -17,13 +17,12 @@ struct Chunk {
   int64_t begin, end;  // tiles
 };
 
-// Gives the pages of [begin, end) of a file's map back, those at the ends too: what is read again is mapped again.
-int64_t give_back(const uint8_t* begin, const uint8_t* end) {
+// Gives the pages of a file's map back, those at the ends too: what is read again is mapped again.
+void give_back(const uint8_t* begin, int64_t bytes) {
   static const auto page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
   const auto first = reinterpret_cast<uintptr_t>(begin) / page * page;
-  const auto last = (reinterpret_cast<uintptr_t>(end) + page - 1) / page * page;
+  const auto last = (reinterpret_cast<uintptr_t>(begin) + static_cast<uintptr_t>(bytes) + page - 1) / page * page;
   madvise(reinterpret_cast<void*>(first), last - first, MADV_DONTNEED);
-  return end - begin;
 }
 
 }  // namespace
@@ -88,17 +87,18 @@ void Packer::pack(std::vector<Work>& batch) {
       } catch (const std::exception& e) {
         fault = e.what();
       }
-      int64_t given_back = 0;
-      if (work.mapped) {
-        const int64_t last = std::min(chunk.end * linear::kTile, work.matrix.view().out);
-        const uint8_t* data = work.source.data;
-        given_back = give_back(data + chunk.begin * linear::kTile * work.source.row_bytes, data + last * work.source.row_bytes);
-      }
+      const int64_t first = chunk.begin * linear::kTile, last = std::min(chunk.end * linear::kTile, work.matrix.view().out);
+      const int64_t bytes = (last - first) * work.source.row_bytes;
+      if (work.mapped) give_back(work.source.data + first * work.source.row_bytes, bytes);
       const std::lock_guard guard(mutex_);
-      given_back_ += given_back;
+      if (work.mapped) given_back_ += bytes;
       if (!fault.empty()) fault_ = fault;
     });
   });
+  // Reading ahead has mapped again what lies beside each chunk.
+  for (const Work& work : batch) {
+    if (work.mapped) give_back(work.source.data, work.matrix.view().out * work.source.row_bytes);
+  }
 }
 
 }  // namespace trivium

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from os import PathLike
 from typing import Any
 
 from trivium.errors import BackendUnavailableError, InvalidRequestError, UnsupportedError
@@ -12,7 +13,7 @@ from trivium_cpu.formats import FORMATS
 from trivium_cpu.threads import count_threads
 
 TIERS = ("portable", "avx2", "avx512", "avx512bf16", "amx")
-_OPTIONS = ("dtype", "isa", "max_batched_tokens", "max_model_len", "max_seqs", "profile", "strict", "threads")
+_OPTIONS = ("dtype", "isa", "max_batched_tokens", "max_model_len", "max_seqs", "profile", "strict", "threads", "weight_cache")
 _NO_OTHER_DTYPE = "activations are float32 on this backend; weights and pages may be smaller"
 
 
@@ -56,12 +57,17 @@ class CpuBackend(Backend):
         return (*FUSED_KERNELS, *OPERATOR_KERNELS.values())
 
     def open(self, device: Device, options: Mapping[str, Any]) -> Session:
-        """Own options: `threads`, `isa` ("auto" or one of TIERS), `profile` (time every operation), `strict`."""
+        """Own options: `threads`, `isa` ("auto" or one of TIERS), `profile` (time every operation), `strict`, `weight_cache` (True:
+        weights that are rounded on load are kept in ~/.cache/trivium/packed, so that the next start only reads them; False: they
+        are not; a path: in that folder)."""
         unknown = sorted(options.keys() - set(_OPTIONS))
         if unknown:
             raise InvalidRequestError(f"the cpu backend has no option {', '.join(unknown)}; it has {', '.join(_OPTIONS)}")
         if options.get("dtype", "float32") not in ("float32", "auto"):
             raise UnsupportedError(f"dtype {options['dtype']!r}: {_NO_OTHER_DTYPE}", param="dtype")
+        if not isinstance(options.get("weight_cache", True), bool | str | PathLike):
+            message = f"weight_cache must be True, False or a folder, not {options['weight_cache']!r}"
+            raise InvalidRequestError(message, param="weight_cache")
         count = count_threads(options.get("threads"))
         from trivium_cpu import _native
         from trivium_cpu.session import CpuSession

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -18,8 +20,14 @@ from trivium_cpu.executable import TapeExecutable
 from trivium_cpu.formats import STORAGES
 from trivium_cpu.lowering import Lowering, Resident
 
+if TYPE_CHECKING:
+    from concurrent.futures import Future
+
+    from trivium_cpu.weight_cache import WeightCache
+
 _FLOATS = {"float32": np.float32, "float16": np.uint16, "bfloat16": np.uint16}
 _LINE = 64
+_log = logging.getLogger(__name__)
 
 
 class CpuSession(Session):
@@ -35,6 +43,8 @@ class CpuSession(Session):
         self._layers: dict[int, Any] = {}
         self._loaded: dict[Any, tuple[Resident, Weight]] = {}
         self._weight_bytes = 0
+        self._cache: WeightCache | None = None
+        self._reading: list[tuple[Path, Future[bool], Weight, str, Any]] = []
 
     def put(self, array: npt.NDArray[Any]) -> Tensor:
         return np.array(array, np.float32 if np.issubdtype(array.dtype, np.floating) else array.dtype)
@@ -55,17 +65,54 @@ class CpuSession(Session):
     def _load(self, weight: Weight, format: str) -> Resident:
         if len(weight.shape) < 2 or (len(weight.shape) > 2 and format == "float32"):
             return Resident(weight.shape, array=np.array(weight.decode(), np.float32))
-        rows = math.prod(weight.shape[:-1])
-        storage, data = weight.format, weight.data
-        if storage not in STORAGES:
-            storage, data = "float32", weight.decode()
+        rounds = weight.origin and not _native.linear.is_lossless(format, _storage(weight))
+        cache = self._open_cache() if rounds else None
+        return Resident(weight.shape, matrix=self._pack(weight, format) if cache is None else self._keep(cache, weight, format))
+
+    def _keep(self, cache: WeightCache, weight: Weight, format: str) -> Any:
+        """The packed weight, which is being read if it was rounded before."""
+        path = cache.path(weight.origin, weight.shape, weight.format, format)
+        if not path.exists():
+            matrix = self._pack(weight, format)
+            cache.write(path, matrix.packed)
+            return matrix
+        matrix = self._runtime.allocate(format, _storage(weight), math.prod(weight.shape[:-1]), weight.shape[-1])
+        self._reading.append((path, cache.read(path, matrix.packed), weight, format, matrix))
+        return matrix
+
+    def _pack(self, weight: Weight, format: str) -> Any:
+        storage = _storage(weight)
+        data = weight.data if storage == weight.format else weight.decode()
         if storage in _FLOATS:
             data = np.ascontiguousarray(data).view(_FLOATS[storage])
-        packed = np.ascontiguousarray(data).reshape(rows, -1).view(np.uint8)
+        rows = np.ascontiguousarray(data).reshape(math.prod(weight.shape[:-1]), -1).view(np.uint8)
         try:
-            return Resident(weight.shape, matrix=self._runtime.pack(format, storage, weight.shape[-1], packed, _is_mapped(packed)))
+            return self._runtime.pack(format, storage, weight.shape[-1], rows, _is_mapped(rows))
         except ValueError as e:
             raise UnsupportedError(f"{weight.name} ({weight.format}) can't be held as {format}: {e}") from e
+
+    def _open_cache(self) -> WeightCache | None:
+        """The cache that the option `weight_cache` asks for. A start that rounds nothing doesn't import it."""
+        where = self._options.get("weight_cache", True)
+        if self._cache is None and where is not False:
+            from trivium_cpu.weight_cache import WeightCache, default_folder
+
+            build = Path(_native.__file__).stat()
+            folder = default_folder() if where is True else Path(where).expanduser()
+            self._cache = WeightCache(folder, (build.st_size, build.st_mtime_ns), self._runtime.threads)
+        return self._cache
+
+    def _finish_loading(self) -> None:
+        """Waits until every weight is where it belongs; what was kept and is damaged is rounded again."""
+        self._runtime.finish_packing()
+        for path, whole, weight, format, matrix in self._reading:
+            if not whole.result():
+                _log.warning("%s, which keeps the rounded %s, is damaged; it is made again", path, weight.name)
+                matrix.packed[:] = self._pack(weight, format).packed
+                cast("WeightCache", self._cache).write(path, matrix.packed)
+        self._reading.clear()
+        if self._cache is not None:
+            self._cache.make_room()
 
     def read_weight(self, tensor: Tensor) -> npt.NDArray[np.float32]:
         if not isinstance(tensor, Resident):
@@ -108,7 +155,7 @@ class CpuSession(Session):
             threads=self._runtime.threads, max_model_len=self._options.get("max_model_len") or 8192,
         )  # fmt: skip
         low.run(choices)
-        self._runtime.finish_packing()
+        self._finish_loading()
         tokens, seqs = self._options.get("max_batched_tokens") or 512, self._options.get("max_seqs") or 64
         try:
             low.set_arenas(tokens, seqs)
@@ -167,6 +214,11 @@ class CpuSession(Session):
 
 def _layer(spec: KVSpec, kv: PagedKV, group: int, offset: int) -> Any:
     return _native.KvLayer(group, offset, spec.dtype, spec.page_size, kv.kv_heads, kv.head_dim)
+
+
+def _storage(weight: Weight) -> str:
+    """How a weight is handed to the packer: as it is stored, or decoded."""
+    return weight.format if weight.format in STORAGES else "float32"
 
 
 def _is_mapped(array: npt.NDArray[Any]) -> bool:

@@ -329,7 +329,7 @@ class KVCache:
         for i, (g, back) in enumerate(zip(self.paged, self._lookback)):
             if full - back > stream.first[i]:
                 gone = slice(stream.first[i], full - back)
-                self.pool.release(self._tables[g, stream.row, gone].tolist())
+                self._give_back(self._tables[g, stream.row, gone].tolist())
                 self._changed()[g, stream.row, gone] = -1
                 stream.first[i] = full - back
 
@@ -337,13 +337,15 @@ class KVCache:
         """Gives everything back. What was published can be found again, but what is private ends with its stream."""
         if stream.row < 0:
             return
-        held = self.held(stream)
-        self.pool.release(reversed(held))
-        if ended and self.private:
-            self.pool.forget(held)
+        self._give_back(self.held(stream)[::-1], ended=ended)
         self._changed()[:, stream.row, : max(stream.blocks, 1)] = -1
         self._rows.append(stream.row)
         stream.row, stream.blocks, stream.computed, stream.forked = -1, 0, 0, False
+
+    def _give_back(self, pages: list[int], *, ended: bool = True) -> None:
+        self.pool.release(pages)
+        if ended and self.private:
+            self.pool.forget(pages)
 
     def held(self, stream: Stream, start: int = 0) -> list[int]:
         """The pages a stream owns from column `start` on, column by column, so that all groups of a prefix age together."""

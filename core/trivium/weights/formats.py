@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -96,6 +97,7 @@ class TensorFile:
 
     def __init__(self, path: Path, data: Bytes, header_bytes: int, tensors: Mapping[str, TensorInfo]) -> None:
         self.path, self.tensors, self._data = path, tensors, data
+        self._written = path.stat().st_mtime_ns, path.stat().st_ino
         starts = np.linspace(header_bytes, max(header_bytes, data.size - _SAMPLE_BYTES), _SAMPLES, dtype=np.int64)
         parts = [data[:header_bytes], *(data[start : start + _SAMPLE_BYTES] for start in starts)]
         self.fingerprint = hashlib.sha256(np.concatenate(parts).tobytes() + str(data.size).encode()).hexdigest()
@@ -103,7 +105,8 @@ class TensorFile:
     def weight(self, tensor: str, name: str) -> Weight:
         """The tensor called `tensor` in the file, as a Weight called `name`."""
         shape, format, start, stop = self.tensors[tensor]
-        return make_weight(name, shape, format, self._data[start:stop])
+        weight = make_weight(name, shape, format, self._data[start:stop])
+        return replace(weight, origin=f"{self.fingerprint} {self._written} {start}:{stop}")
 
 
 def map_file(path: Path) -> Bytes:

@@ -157,6 +157,10 @@ void bind_linear(nb::module_& m) {
       .def_prop_ro("layout", [](const PackedMatrix& matrix) { return kLayoutNames[static_cast<int>(matrix.view().layout)]; })
       .def_prop_ro("nbytes", &PackedMatrix::bytes)
       .def_prop_ro("shape", [](const PackedMatrix& matrix) { return nb::make_tuple(matrix.view().out, matrix.view().in); })
+      .def_prop_ro("packed", [](nb::handle_t<PackedMatrix> self) {
+        auto& matrix = nb::cast<PackedMatrix&>(self);
+        return nb::ndarray<nb::numpy, uint8_t>(matrix.tile(0), {static_cast<size_t>(matrix.bytes())}, self);
+      }, "uint8[nbytes], the packed bytes themselves.")
       .def("unpack", &unpack, "float32[out, in], decoded.");
   m.def("isas", [] { return names_of(available_isas()); }, "Instruction sets of this machine, best first.");
   m.def("emulated_isas", [] { return names_of(emulated_isas()); }, "Instruction sets whose kernels run here on an emulation, for tests.");
