@@ -63,3 +63,14 @@ def test_what_the_kv_tiers_gain_is_printed_as_json():
     assert set(figures["tiers"]) == {"recomputed", "host", "disk"}
     assert figures["tiers"]["recomputed"]["restored_tokens"] == 0 < figures["tiers"]["host"]["restored_tokens"]
     assert figures["speedup"]["host"] > 1 and figures["speedup"]["disk"] > 1
+
+
+@pytest.mark.weights
+def test_the_phases_of_a_cold_start_are_printed_as_json():
+    figures = json.loads(run("cold_start.py", "--repeat", "1", "--quantize", "int8"))
+    kinds = [figures[kind] for kind in ("as stored", "rounded", "rounded before")]
+    for kind in kinds:
+        phases = dict(kind["seconds"])
+        total = phases.pop("total")
+        assert 0 < sum(phases.values()) <= total and kind["bytes"]["peak"] > 0
+    assert kinds[1]["first token"] == kinds[2]["first token"]
