@@ -41,8 +41,9 @@ def loaded(weight: Weight, format: str, **options: Any) -> tuple[Any, np.ndarray
     """The weight's packed bytes and numbers, as a session has them when loading is over."""
     session = opened(**options)
     resident = session.load(weight, format)
+    numbers = session.read_weight(resident)
     session._finish_loading()
-    return np.array(resident.matrix.packed), session.read_weight(resident)
+    return np.array(resident.matrix.packed), numbers
 
 
 @pytest.mark.parametrize("format", ["q4_1", "bfloat16"])

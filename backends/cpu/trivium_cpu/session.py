@@ -105,6 +105,9 @@ class CpuSession(Session):
     def _finish_loading(self) -> None:
         """Waits until every weight is where it belongs; what was kept and is damaged is rounded again."""
         self._runtime.finish_packing()
+        self._finish_reading()
+
+    def _finish_reading(self) -> None:
         for path, whole, weight, format, matrix in self._reading:
             if not whole.result():
                 _log.warning("%s, which keeps the rounded %s, is damaged; it is made again", path, weight.name)
@@ -117,6 +120,7 @@ class CpuSession(Session):
     def read_weight(self, tensor: Tensor) -> npt.NDArray[np.float32]:
         if not isinstance(tensor, Resident):
             return np.asarray(tensor, np.float32)
+        self._finish_reading()
         array = tensor.array if tensor.array is not None else np.asarray(self._runtime.unpack(tensor.matrix))
         return array.reshape(tensor.shape)
 
@@ -154,6 +158,7 @@ class CpuSession(Session):
             self._runtime, program, weights, spec=self._spec, layers=self._layers, pool=self._pool,
             threads=self._runtime.threads, max_model_len=self._options.get("max_model_len") or 8192,
         )  # fmt: skip
+        self._finish_reading()  # lowering may look at numbers
         low.run(choices)
         self._finish_loading()
         tokens, seqs = self._options.get("max_batched_tokens") or 512, self._options.get("max_seqs") or 64
