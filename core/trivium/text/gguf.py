@@ -72,12 +72,12 @@ class Vocabulary:
         needed = itertools.chain({*parts}, map(add, parts[::2], parts[1::2]))
         if {text.count(" ") for text in listed} <= {1} and all(parts) and all(map(self.vocab.__contains__, needed)):
             return
-        for i, text in enumerate(listed):
-            merge = text.split(" ")
-            if len(merge) != 2 or not all(merge):
-                raise CheckpointError(f"merge {i} of the file's tokenizer is {text!r}; expected are two parts and a blank between")
-            if not self.vocab.keys() >= {*merge, "".join(merge)}:
-                raise CheckpointError(f"the file's tokenizer can't be built: merge {i}, {text!r}, is not one of tokens to a token")
+        wrong = (
+            i for i, m in enumerate(listed) if m.count(" ") != 1 or not self.vocab.keys() >= {*m.split(" "), m.replace(" ", "")}
+        )
+        for i in wrong:
+            reason = f"merge {i} is {listed[i]!r}, not two tokens that make one with a blank between"
+            raise CheckpointError(f"the file's tokenizer can't be built: {reason}")
 
     def merges(self) -> list[tuple[str, str]]:
         """The merges, which must have been checked."""

