@@ -199,7 +199,7 @@ NB_MODULE(_native, m) {
            "Packs uint8 rows[out, bytes] of a checkpoint. mapped: they lie in a shared map of a file; then they may be packed later, until\n"
            "finish_packing(), and their pages are given back to the system.")
       .def("allocate", [](Runtime& runtime, const std::string& format, const std::string& storage, int64_t out, int64_t in) {
-             const auto layout = linear::choose_layout(named<linear::Format>(kFormats, format), named<linear::Storage>(kStorages, storage));
+             const auto layout = linear::choose_layout(named<linear::Format>(linear::kFormatNames, format), named<linear::Storage>(linear::kStorageNames, storage));
              return linear::PackedMatrix(runtime.arena, layout, out, in);
            }, "format"_a, "storage"_a, "out"_a, "in"_a, "What pack() would return, to be filled through its `packed` bytes.")
       .def("finish_packing", &finish_packing, "Waits for what is still being packed. To be called before a tape runs.")
