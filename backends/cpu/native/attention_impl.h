@@ -51,6 +51,8 @@ inline void queries(const KvLayout& layout, const float* q, int64_t rows, float 
   });
 }
 
+inline void fetch(const uint8_t* at) { __builtin_prefetch(at); }
+
 // A run of kKeyRun keys of one page: its page and the first key's token in it.
 struct Run {
   const uint8_t* page;
@@ -90,8 +92,15 @@ inline void score_runs(const AttentionSpan& s, int64_t row, const Run* runs, flo
     for (auto& x : of_row) x = Pages::zero();
   }
   const uint8_t* q = s.q + row * stride;
+  // Few rows wait for memory: the values of the same tokens come meanwhile, in as many steps as their keys take.
+  constexpr int64_t kStep = 2 * kKeyRun * static_cast<int64_t>(sizeof(Item)) / Pages::kHalves;
+  const bool ahead = s.rows <= kSpanRows;
+  const int64_t row_bytes = s.layout.value_dim() * static_cast<int64_t>(sizeof(Item));
   for (int64_t pair = 0; pair < pairs; ++pair) {
     for (int half = 0; half < Pages::kHalves; ++half) {
+      for (int n = 0; ahead && n < N; ++n) {
+        fetch(runs[n].page + s.value_offset + runs[n].token * row_bytes + (pair * Pages::kHalves + half) * kStep);
+      }
       decltype(Pages::key(blocks[0], 0, 0, 0, 0)) k[kAll];
       for (int v = 0; v < kAll; ++v) k[v] = Pages::key(blocks[v / kRunVectors], runs[v / kRunVectors].token + v % kRunVectors * W, page_size, pair, half);
       for (int r = 0; r < R; ++r) {
@@ -180,6 +189,15 @@ inline Softened soften(const AttentionSpan& s, Keys seen, Keys scored, const Run
   }
 }
 
+// Fetches the keys of the run at `at`, which are wanted next.
+template <typename Pages>
+inline void fetch_keys(const AttentionSpan& s, int64_t at) {
+  constexpr int64_t kItem = static_cast<int64_t>(sizeof(typename Pages::Item)), kPer = Pages::kPairs ? 2 : 1;
+  if (at >= s.context) return;
+  const uint8_t* block = s.pages + s.blocks[at / s.layout.page_size] * s.page_bytes + s.key_offset + at % s.layout.page_size * kPer * kItem;
+  for (int64_t i = 0; i < s.layout.key_dim() / kPer; ++i) fetch(block + i * s.layout.page_size * kPer * kItem);
+}
+
 // values[r][..] = sum of weight * value over `keys`, for R rows and V vectors of dimensions from `dim` on.
 template <typename Pages, int R, int V>
 inline void weigh(const AttentionSpan& s, Keys keys, const Run* runs, const float* weights, const Softened* softened, float* values, int64_t dim) {
@@ -204,6 +222,7 @@ inline void weigh(const AttentionSpan& s, Keys keys, const Run* runs, const floa
   };
   for (int64_t at = keys.low / 2 * 2; at < keys.high;) {
     const Run& run = runs[at / kKeyRun];
+    if (dim == 0 && s.rows <= kSpanRows) fetch_keys<Pages>(s, s.end + at / kKeyRun * kKeyRun);
     const auto* block = reinterpret_cast<const typename Pages::Item*>(run.page + s.value_offset);
     const int64_t run_end = at / kKeyRun * kKeyRun + kKeyRun, stop = run_end < keys.high ? run_end : keys.high;
     int64_t pair = (run.token + at % kKeyRun) / 2;
