@@ -263,31 +263,26 @@ def _route(constant: Constant, p: Plan) -> tuple[Constant, Weight | None, Weight
 
 
 def _choose_format(weight: Weight, constant: Constant, formats: Mapping[str, WeightFormat], p: Plan) -> WeightFormat:
-    options = p.options
-    if len(weight.shape) < 2:
-        return formats["float32"]
-    if (quantised := _quantised(weight, constant, formats, p)) is not None:
-        return quantised
-    if options.dtype != "auto":
-        return formats.get(options.dtype, formats["float32"])
-    return next((f for f in formats.values() if weight.format in f.lossless_from), formats["float32"])
+    name = "float32" if len(weight.shape) < 2 else _quantised(weight, constant, formats, p)
+    if name == "auto" and p.options.dtype != "auto":
+        name = p.options.dtype if p.options.dtype in formats else "float32"
+    lossless = (f for f in formats.values() if weight.format in f.lossless_from)
+    return next(lossless, formats["float32"]) if name == "auto" else formats[name]
 
 
-def _quantised(weight: Weight, constant: Constant, formats: Mapping[str, WeightFormat], p: Plan) -> WeightFormat | None:
-    """The format that `quantize` gives to a weight. A table that is not named is the head that it is tied to, else as stored;
-    a head that is not named is held as the projections are, but in 8 bits or more unless it is stored in fewer."""
+def _quantised(weight: Weight, constant: Constant, formats: Mapping[str, WeightFormat], p: Plan) -> str:
+    """The format that `quantize` gives to a weight, or "auto". A table that is not named is the head that it is tied to, else as
+    stored; a head that is not named is held as the projections are, but in 8 bits or more unless it is stored in fewer."""
     parts = _quantised_parts(p.options.quantize)
     head = any(c.value.name == "lm_head.weight" and c.source == constant.source for c in p.program.constants)
     embeds = any(c.name == "embedding" for c in p.program.consumers().get(constant.value, ()))
     part = "embedding" if embeds and (not head or "embedding" in parts) else "lm_head" if head else "linear"
     name = parts.get(part, "auto" if part == "embedding" else parts.get("linear", "auto"))
-    if name == "auto":
-        return None
-    if name not in formats:
+    if name not in (*formats, "auto"):
         raise InvalidRequestError(f"quantize {name!r} is not a format here; {', '.join(formats)} are", param="quantize")
-    if part == "lm_head" not in parts and formats[name].bits < 8:
-        return next(f for f in formats.values() if weight.format in f.lossless_from or f.bits >= 8)
-    return formats[name]
+    if part == "lm_head" not in parts and name != "auto" and formats[name].bits < 8:
+        return next(f.name for f in formats.values() if weight.format in f.lossless_from or f.bits >= 8)
+    return name
 
 
 def _quantised_parts(quantize: str | None) -> dict[str, str]:
@@ -295,8 +290,8 @@ def _quantised_parts(quantize: str | None) -> dict[str, str]:
     pairs = [item.strip().rpartition("=")[::2] for item in ("auto" if quantize is None else str(quantize)).split(",")]
     parts = {part or "linear": format for part, format in pairs}
     if len(parts) < len(pairs) or parts.keys() - {"linear", "lm_head", "embedding"}:
-        message = f"quantize {quantize!r}: parts are linear, lm_head and embedding, once each, as in 'int4,lm_head=int8'"
-        raise InvalidRequestError(message, param="quantize")
+        example = "linear, lm_head and embedding, once each, as in 'int4,lm_head=int8'"
+        raise InvalidRequestError(f"quantize {quantize!r}: parts are {example}", param="quantize")
     return parts
 
 
