@@ -27,28 +27,30 @@ LAYERS = 30
 SHAPES = ((576, 576), (192, 576), (192, 576), (576, 576), (1536, 576), (1536, 576), (576, 1536))
 HEAD = (49152, 576)
 ROWS = (8, 64, 256, 512)
-FORMATS = "int4:q4_0,int4:q4_1,int8:q8_0,bfloat16:bfloat16"
-ROW_BYTES = {"q4_0": (32, 18), "q4_1": (32, 20), "q8_0": (32, 34), "bfloat16": (1, 2), "float32": (1, 4)}
+FORMATS = "int4:q4_0,int4:q4_1,int4:q4_k,int8:q8_0,bfloat16:bfloat16"
+ROW_BYTES = {"q4_0": (32, 18), "q4_1": (32, 20), "q4_k": (256, 144), "q8_0": (32, 34), "bfloat16": (1, 2), "float32": (1, 4)}
 DOT_ROUNDS = 500_000
 DOT_OPERATIONS = 12 * 64 * 2
 
 
 def random_rows(storage: str, out: int, in_: int) -> np.ndarray:
-    """uint8[out, bytes a row]: any codes, scales of about 0.01."""
+    """uint8[out, bytes a row]: any codes, scales of about 0.01. A row's last block is whole."""
     block, size = ROW_BYTES[storage]
     if storage in ("bfloat16", "float32"):
         values = np.random.default_rng(0).standard_normal((out, in_), dtype=np.float32).view(np.uint32)
         return (values >> 16).astype(np.uint16).view(np.uint8) if storage == "bfloat16" else values.view(np.uint8)
-    rows = np.random.default_rng(0).integers(0, 256, (out * in_ // block, size), dtype=np.uint8)
+    rows = np.random.default_rng(0).integers(0, 256, (out * -(-in_ // block), size), dtype=np.uint8)
     rows[:, 0:2] = rows[:, 2:4] = np.float16([0.01]).view(np.uint8)
     return rows.reshape(out, -1)
 
 
 def model(format: str, storage: str) -> list[Any]:
-    """The packed matrices of every layer and the output head; the head of a 4-bit model has 8 bits."""
+    """The packed matrices of every layer, inputs filled up to whole blocks, and the output head, of 8 bits if the layers have 4."""
     arena = linear.Arena()
-    sources = {shape: random_rows(storage, *shape) for shape in SHAPES}
-    layers = [linear.pack(arena, format, storage, shape[1], sources[shape]) for _ in range(LAYERS) for shape in SHAPES]
+    block = ROW_BYTES[storage][0]
+    shapes = [(out, -(-in_ // block) * block) for out, in_ in SHAPES]
+    sources = {shape: random_rows(storage, *shape) for shape in shapes}
+    layers = [linear.pack(arena, format, storage, shape[1], sources[shape]) for _ in range(LAYERS) for shape in shapes]
     head = ("int8", "q8_0") if format == "int4" else (format, storage)
     return [*layers, linear.pack(arena, *head, HEAD[1], random_rows(head[1], *HEAD))]
 

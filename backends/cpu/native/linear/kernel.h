@@ -14,6 +14,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <type_traits>
 
 #include "layout.h"
 
@@ -112,15 +113,15 @@ struct LinearKernel {
   }
 
   // Adds the quad at input `offset` of a group, whose codes are w, into acc.
-  template <int R, class Codes>
-  TRIVIUM_INLINE static void dot_quad(const Codes& w, const Groups<R>& x, int offset, I32 (&acc)[R]) {
+  template <int R, class Codes, class Sum>
+  TRIVIUM_INLINE static void dot_quad(const Codes& w, const Groups<R>& x, int offset, Sum (&acc)[R]) {
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) S::dot(acc[r], w, x[r].q + offset);
   }
 
   // Adds kQuadCount quads of a group, from input `offset` on, into acc.
-  template <Layout kLayout, int kQuadCount, int R>
-  TRIVIUM_INLINE static void dot_quads(const uint8_t* codes, const Groups<R>& x, int offset, I32 (&acc)[R]) {
+  template <Layout kLayout, int kQuadCount, int R, class Sum>
+  TRIVIUM_INLINE static void dot_quads(const uint8_t* codes, const Groups<R>& x, int offset, Sum (&acc)[R]) {
     if constexpr (shape(kLayout).bits == 4) {
 #pragma GCC unroll 8
       for (int pair = 0; pair < kQuadCount / 2; ++pair) {
@@ -172,13 +173,14 @@ struct LinearKernel {
     for (int part = 0; part < kParts; ++part) {
       ScaleTable scales;
       scales.fill(group_scale<kLayout>(header, group, part));
-      I32 acc[R];
+      constexpr bool kNarrow = shape(kLayout).bits == 4;
+      std::conditional_t<kNarrow, typename S::NarrowSum, typename S::WholeSum> acc[R];
 #pragma GCC unroll 16
-      for (int r = 0; r < R; ++r) acc[r] = start<kLayout>(x[r], part);
+      for (int r = 0; r < R; ++r) S::begin(acc[r], start<kLayout>(x[r], part));
       dot_quads<kLayout, kQuadCount, R>(codes + part * (shape(kLayout).group_bytes() / kParts), x, 4 * kQuadCount * part, acc);
 #pragma GCC unroll 16
       for (int r = 0; r < R; ++r) {
-        const F32 value = S::to_float(S::shift_left(acc[r], &x[r].shift));
+        const F32 value = S::to_float(S::shift_left(S::end(acc[r], start<kLayout>(x[r], part)), &x[r].shift));
         sum[r] = S::mul_add(value, S::load(scales.value[x[r].quarters]), sum[r]);
       }
     }
@@ -187,6 +189,16 @@ struct LinearKernel {
 #pragma GCC unroll 16
       for (int r = 0; r < R; ++r) sum[r] = S::mul_add(minimum, S::splat(&x[r].scaled_sum), sum[r]);
     }
+  }
+
+  // Asks for the weights that lie kAhead bytes further on, where several rows keep a thread busy for so long that the processor's own
+  // prefetchers stop at the end of a page.
+  static constexpr int64_t kAhead = 4096;
+  template <Layout kLayout, int R>
+  TRIVIUM_INLINE static void ask_ahead(const uint8_t* codes) {
+    if constexpr (R <= 4) return;
+#pragma GCC unroll 16
+    for (int64_t byte = 0; byte < shape(kLayout).group_bytes() + kLine; byte += kLine) __builtin_prefetch(codes + kAhead + byte);
   }
 
   // A tile, which starts at output `out`, for R rows. A function of its own, so that it has all registers.
@@ -203,6 +215,7 @@ struct LinearKernel {
       const uint8_t* codes = tile + kShape.header;
       const int64_t groups = kShape.groups <= 2 ? kShape.groups : std::min(kShape.groups, left);
       for (int64_t group = 0; group < groups; ++group, codes += kShape.group_bytes()) {
+        ask_ahead<kLayout, R>(codes);
         add_group<kLayout, R>(tile, codes, group, x, sum);
         x.next();
       }
@@ -331,6 +344,7 @@ struct LinearKernel {
   static int64_t dot_ceiling(int64_t rounds) {
     constexpr int kChains = 12;
     alignas(64) uint8_t bytes[64] = {1};
+    asm volatile("" : "+m"(bytes));  // any numbers
     const auto w = S::load_codes(bytes);
     const int8_t* x = reinterpret_cast<const int8_t*>(bytes);
     I32 acc[kChains];
@@ -351,10 +365,10 @@ struct LinearKernel {
     return lanes[0] != 0.0f ? rounds * kChains : 0;
   }
 
-  // x / (largest / 127 * multiplier), rounded to nearest. multiplier: the least that holds the group.
-  static void quantise_group(const float* x, float largest, QuantisedGroup& group) {
+  // x / (largest / 127 * multiplier), rounded to nearest. multiplier: the least that holds the group, whose own largest is `most`.
+  static void quantise_group(const float* x, float most, float largest, QuantisedGroup& group) {
     constexpr uint32_t kStep = 1u << 21;  // a quarter, in the mantissa
-    const float share = std::max(std::bit_cast<float>(S::largest_bits(x)) / largest, 1.0f / (1 << kMaxShift));
+    const float share = std::max(most / largest, 1.0f / (1 << kMaxShift));
     const uint32_t steps = (std::bit_cast<uint32_t>(share) + (kStep - 1)) / kStep;
     const float multiplier = std::bit_cast<float>(steps * kStep);
     int32_t sums[2];
@@ -371,17 +385,22 @@ struct LinearKernel {
   static void quantise_row(const float* x, const QuantisedRows& rows, int64_t row) {
     constexpr uint32_t kInfinity = 0x7f800000u;
     const int64_t whole = rows.in / kGroup, groups = rows.groups();
+    QuantisedGroup* group = rows.group(row);
     alignas(64) float padded[2 * kGroup] = {};
     std::copy_n(x + whole * kGroup, rows.in - whole * kGroup, padded);
-    uint32_t bits = S::largest_bits(padded);
-    for (int64_t g = 0; g < whole; ++g) bits = std::max(bits, S::largest_bits(x + g * kGroup));
+    const auto input = [&](int64_t g) { return g < whole ? x + g * kGroup : padded + (g - whole) * kGroup; };
+    uint32_t bits = 0;
+    for (int64_t g = 0; g < groups; ++g) {
+      const uint32_t most = S::largest_bits(input(g));
+      group[g].shift = static_cast<int32_t>(most);  // kept here for the second pass
+      bits = std::max(bits, most);
+    }
     const float largest = std::bit_cast<float>(bits);
     const bool finite = bits < kInfinity, live = finite && largest >= 1e-30f;
     *rows.scale(row) = !finite ? std::bit_cast<float>(0x7fc00000u) : live ? largest * (1.0f / (127 << kMaxShift)) : 0.0f;
     for (int64_t g = 0; g < groups; ++g) {
-      const float* group = g < whole ? x + g * kGroup : padded + (g - whole) * kGroup;
-      if (live) quantise_group(group, largest, rows.group(row)[g]);
-      else rows.group(row)[g] = QuantisedGroup{};
+      if (live) quantise_group(input(g), std::bit_cast<float>(group[g].shift), largest, group[g]);
+      else group[g] = QuantisedGroup{};
     }
   }
 };

@@ -14,6 +14,8 @@ struct Avx2Simd {
   struct F32 { __m256 a, b; };
   using Codes = I32;
   struct SignedCodes { I32 magnitude, value; };
+  using WholeSum = I32;
+  struct NarrowSum { __m256i a, b; };  // of a group with 4-bit codes: int16 of pairs
   static constexpr int kRows = 4;
   static constexpr int kFloatRows = 3;
 
@@ -29,6 +31,16 @@ struct Avx2Simd {
     const Codes both = load_codes(p);
     low = {_mm256_and_si256(both.a, mask), _mm256_and_si256(both.b, mask)};
     high = {_mm256_and_si256(_mm256_srli_epi16(both.a, 4), mask), _mm256_and_si256(_mm256_srli_epi16(both.b, 4), mask)};
+  }
+  static void begin(WholeSum& sum, const I32& start) { sum = start; }
+  static I32 end(const WholeSum& sum, const I32&) { return sum; }
+  // Sums of 8 pairs, at most 30,480, stay within int16, and are widened once.
+  static void begin(NarrowSum& sum, const I32&) { sum = {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+  static I32 end(const NarrowSum& sum, const I32& start) { return {add_pairs(start.a, sum.a), add_pairs(start.b, sum.b)}; }
+  static void dot(NarrowSum& sum, const Codes& w, const int8_t* x) {
+    const __m256i quad = splat_quad(x);
+    sum.a = in_order(_mm256_add_epi16(sum.a, _mm256_maddubs_epi16(w.a, quad)));
+    sum.b = in_order(_mm256_add_epi16(sum.b, _mm256_maddubs_epi16(w.b, quad)));
   }
   // Codes below 128: a pair's sum stays within int16.
   static void dot(I32& sum, const Codes& w, const int8_t* x) {
@@ -118,7 +130,12 @@ private:
     return _mm256_set1_epi32(quad);
   }
   static __m256i add_pairs(__m256i sum, __m256i pairs) {
-    return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+    return in_order(_mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1))));
+  }
+  // Keeps the compiler from adding all products at once, which would not fit the registers.
+  static __m256i in_order(__m256i sum) {
+    asm("" : "+x"(sum));
+    return sum;
   }
   static int32_t sum_lanes(__m256i v) {
     __m128i s = _mm_add_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));

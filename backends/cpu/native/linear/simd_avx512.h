@@ -20,6 +20,8 @@ struct Avx512Simd {
   using Codes = __m512i;
   struct Quad { int8_t q[4]; };
   struct SignedCodes { __m512i bytes; __mmask64 negative; };  // VNNI: the codes; else magnitudes and signs
+  struct WholeSum { __m512i lanes; };
+  struct NarrowSum { __m512i lanes; };  // of a group with 4-bit codes. VNNI: int32; else int16 of pairs
   static constexpr int kRows = 8;
   static constexpr int kFloatRows = 12;
 
@@ -32,6 +34,17 @@ struct Avx512Simd {
     low = _mm512_and_si512(both, mask);
     high = _mm512_and_si512(_mm512_srli_epi16(both, 4), mask);
   }
+  static void begin(WholeSum& sum, I32 start) { sum.lanes = start; }
+  static I32 end(WholeSum sum, I32) { return sum.lanes; }
+  // Sums of 8 pairs, at most 30,480, stay within int16, and are widened once.
+  static void begin(NarrowSum& sum, I32 start) { sum.lanes = kVnni ? start : zero(); }
+  static I32 end(NarrowSum sum, I32 start) { return kVnni ? sum.lanes : add_pairs(start, sum.lanes); }
+  static void dot(NarrowSum& sum, Codes w, const int8_t* x) {
+    if constexpr (kVnni) dot(sum.lanes, w, x);
+    else sum.lanes = in_order(_mm512_add_epi16(sum.lanes, _mm512_maddubs_epi16(w, splat_quad(x))));
+  }
+  static void dot(WholeSum& sum, Codes w, const int8_t* x) { dot(sum.lanes, w, x); }
+  static void dot(WholeSum& sum, SignedCodes w, const int8_t* x) { dot(sum.lanes, w, x); }
   static void dot(I32& sum, Codes w, const int8_t* x) {
     if constexpr (kVnni) {  // in this order, and without a broadcast into a register first
       asm volatile("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(w), "m"(*reinterpret_cast<const Quad*>(x)));
@@ -101,7 +114,14 @@ private:
     std::memcpy(&quad, x, 4);
     return _mm512_set1_epi32(quad);
   }
-  static I32 add_pairs(I32 sum, __m512i pairs) { return _mm512_add_epi32(sum, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1))); }
+  static I32 add_pairs(I32 sum, __m512i pairs) {
+    return in_order(_mm512_add_epi32(sum, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1))));
+  }
+  // Keeps the compiler from adding all products at once, which would not fit the registers.
+  static __m512i in_order(__m512i sum) {
+    asm("" : "+v"(sum));
+    return sum;
+  }
 };
 
 }  // namespace trivium::linear

@@ -16,6 +16,8 @@ struct PortableSimd {
   using I32 = F32;
   struct Codes { float input[4][16]; };  // the four inputs of a quad, for each output
   using SignedCodes = Codes;
+  using WholeSum = I32;
+  using NarrowSum = I32;
   static constexpr int kRows = 4;       // rows in registers, integer kernels
   static constexpr int kFloatRows = 4;  // rows in registers, float kernels (two tiles)
 
@@ -50,6 +52,8 @@ struct PortableSimd {
     low = take_bits(p, 0, 4, 0);
     high = take_bits(p, 4, 4, 0);
   }
+  static void begin(I32& sum, const I32& start) { sum = start; }
+  static I32 end(const I32& sum, const I32&) { return sum; }
   static void dot(I32& sum, const Codes& w, const int8_t* x) {
     for (int i = 0; i < 4; ++i) {
       const auto value = static_cast<float>(x[i]);
