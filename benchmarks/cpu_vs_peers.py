@@ -101,7 +101,8 @@ class Comparison:
         subject = self.subjects[model]
         files = [str(self.root / "models" / subject.ours), str(self.root / "bench" / f"prompts-{subject.prompts}.json")]
         batches = ["--batches", phase.removeprefix("batch_")] if phase.startswith("batch_") else []
-        flags = ["--parts", PARTS[phase], "--reps", str(reps), "--options", json.dumps(self.args.options), *batches]
+        options = json.dumps({"quantize": subject.quantize} | self.args.options)
+        flags = ["--parts", PARTS[phase], "--reps", str(reps), "--options", options, *batches]
         return [sys.executable, str(HERE / "cpu_vs_peers.py"), "--ours", *files, *flags]
 
     def _ceilings(self) -> dict[str, Any]:
@@ -147,13 +148,15 @@ class Comparison:
         return dict(floors(work, max(c["read_gb_s"] for c in seen), max(c["tops"] for c in seen)))
 
     def _quality(self) -> Any:
-        """What quality.py prints, or why it did not run."""
+        """What quality.py prints for SmolLM2, or why it did not run."""
+        from peers.entrants import SUBJECTS
         from peers.running import Failed, figures
 
         if self.args.quick or not self.args.quality:
             return "not measured in this run; see benchmarks/quality.py"
+        judge = [sys.executable, str(HERE / "quality.py"), "--peers", str(self.root), "--json"]
         try:
-            return figures([sys.executable, str(HERE / "quality.py"), "--peers", str(self.root), "--json"], Path.cwd(), 600)
+            return figures([*judge, "--quantize", SUBJECTS["smollm2-135m"].quantize], Path.cwd(), 600)
         except Failed as e:
             return f"failed: {e}"
 

@@ -33,14 +33,15 @@ PHASES = ("decode", "cold", "prefill", "batch_8", "batch_32")
 
 @dataclass(frozen=True)
 class Subject:
-    """A model as trivium opens it (`ours`, under ROOT/models), the name of its prompts, its axes, and the repeats in a process.
-    slow: one figure takes so long that what no peer wins by is left out."""
+    """A model as trivium opens it (`ours`, under ROOT/models, with `quantize`), the name of its prompts, its axes, and the repeats
+    in a process. slow: one figure takes so long that what no peer wins by is left out."""
 
     ours: str
     prompts: str
     axes: tuple[str, ...]
     reps: int
     slow: bool = False
+    quantize: str = "auto,lm_head=int4"
 
 
 SUBJECTS: Mapping[str, Subject] = {

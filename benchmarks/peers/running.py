@@ -55,6 +55,7 @@ def figures(command: Sequence[str], folder: Path, timeout: float, more: Mapping[
     """Runs a script that prints its figures; whatever it started ends with it. Raises Failed with the end of what it said."""
     quietly = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     environment = {**os.environ, **quietly, **(more or {}), "BENCH_T0": f"{time.time():.6f}"}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # or every process compiles everybody's modules again
     # others on the machine should not show in the figures, unless the caller gives way to them
     priority = ["nice", "-n", "-15"] if os.geteuid() == 0 and os.nice(0) <= 0 and shutil.which("nice") else []
     with subprocess.Popen(
