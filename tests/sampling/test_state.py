@@ -168,6 +168,8 @@ def test_arrays_are_kept_while_nothing_but_positions_can_change() -> None:
     warm, cold, kept = state(SamplingParams(seed=3)), state(SamplingParams(min_tokens=1)), {}
     first = build_inputs([(warm, 1, -1)], V, kept)
     assert build_inputs([(warm, 2, -1)], V, kept) is first and first.position.tolist() == [2]
+    with pytest.raises(ValueError, match="read-only"):
+        first.temperature[0] = 1
     assert build_inputs([(cold, 1, -1)], V, kept) is not build_inputs([(cold, 2, -1)], V, kept)
     cold.append(1)
     assert build_inputs([(cold, 2, -1)], V, kept) is build_inputs([(cold, 3, -1)], V, kept)

@@ -121,7 +121,7 @@ class KVCache:
         self._lookback = [sys.maxsize if w is None else -(-(w - 1) // spec.page_size) for w in windows]
         self._tables = np.full((len(spec.groups), max_seqs, 16), -1, np.int32)
         self._given: tuple[Sequence[int], I32] | None = None
-        """What block_tables() was asked for last, and returned, if that is still so."""
+        """What block_tables() was asked for last, and the answer, if that is still so."""
         self._rows = list(range(max_seqs - 1, -1, -1))
 
     def blocks(self, tokens: int) -> int:
@@ -358,10 +358,10 @@ class KVCache:
         assert held == 0 and len(self._rows) == self._tables.shape[1], f"{held} pages are still held although nothing runs"
 
     def block_tables(self, rows: Sequence[int], blocks: int) -> I32:
-        """int32[groups, len(rows), max(blocks, 1)]: a copy of those rows, as Batch wants them, which nobody may change."""
+        """int32[groups, len(rows), max(blocks, 1)]: a copy of those rows, as Batch wants them."""
         if self._given is None or self._given[0] != [*rows, blocks]:
             self._given = [*rows, blocks], np.ascontiguousarray(self._tables[:, rows, : max(blocks, 1)])
-        return self._given[1]
+        return self._given[1].copy()
 
     def slots(self, spans: Iterable[tuple[int, int, int]]) -> I64:
         """int64[groups, tokens]: page * page_size + offset of tokens start..stop of each (row, start, stop); for recurrent groups

@@ -232,7 +232,8 @@ def _masks(rows: Sequence[Row], vocab_size: int) -> Mask | None:
 
 def build_inputs(rows: Sequence[Row], vocab_size: int, kept: dict[Any, SampleInputs] | None = None) -> SampleInputs:
     """The sampler's arrays for one step: a row is (state, position of the token to be made, id to score or -1). kept: the caller's
-    own; if the last step's rows are asked for again, and nothing but their positions can have changed, so are its arrays."""
+    own; if the last step's rows are asked for again, and nothing but their positions can have changed, so are its arrays, to which
+    nobody can write."""
     states, positions, score_ids = zip(*rows) if rows else ((), (), ())
     kept = {} if kept is None else kept
     inputs = kept.get((states, score_ids))
@@ -241,6 +242,9 @@ def build_inputs(rows: Sequence[Row], vocab_size: int, kept: dict[Any, SampleInp
         inputs = _make_inputs(rows, score_ids, vocab_size)
         if not any(state.moves for state in states):
             kept[states, score_ids] = inputs
+            for column in [getattr(inputs, name) for name in SampleInputs.__slots__]:
+                if isinstance(column, np.ndarray):
+                    column.setflags(write=False)
     inputs.position = np.ndarray((len(positions),), np.int64, array("q", positions))
     return inputs
 
