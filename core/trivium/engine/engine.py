@@ -189,8 +189,7 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Runs one step and returns the news of the requests that have any, oldest first."""
         began, elsewhere = self._clock(), self.stats.device_seconds + self.stats.draft_seconds
-        if self._deadlines and self._deadlines[0][0] <= began:
-            self._moved += self._expire(began)
+        self._moved += self._expire(began)
         flight, self._flight = self._flight or self._first_flight(began), None
         if flight is not None:
             flight.started = max(flight.started, began)

@@ -163,9 +163,8 @@ class Runner:
             kv.pool.evicted.clear()
         if copies := plan.copies:
             session.copy_pages([copy.src for copy in copies], [copy.dst for copy in copies])
-        for entry, _, _ in plan.undo:
-            if entry.hit is not None:
-                kv.restore(session, entry.seq, entry.hit)
+        for seq, hit in [(entry.seq, entry.hit) for entry, _, _ in plan.undo if entry.hit is not None]:
+            kv.restore(session, seq, hit)
 
     def wait(self, flight: Flight) -> None:
         """Until it has landed. If this raises, or the engine can't use what it gave, the flight is to be undone."""

@@ -120,8 +120,6 @@ class KVCache:
         # The first position after k full pages of p tokens reads from k*p - w + 1 on, so ceil((w-1)/p) pages before it are needed.
         self._lookback = [sys.maxsize if w is None else -(-(w - 1) // spec.page_size) for w in windows]
         self._tables = np.full((len(spec.groups), max_seqs, 16), -1, np.int32)
-        self._given: tuple[Sequence[int], I32] | None = None
-        """What block_tables() was asked for last, and the answer, if that is still so."""
         self._rows = list(range(max_seqs - 1, -1, -1))
 
     def blocks(self, tokens: int) -> int:
@@ -212,14 +210,14 @@ class KVCache:
             self.pool.share(pages)
             missing = {block for group, block in hit.restore if group == g}
             stream.first[i] = hit.blocks - len(pages) - len(missing)
-            self._changed()[g, stream.row, [b for b in range(stream.first[i], hit.blocks) if b not in missing]] = pages
+            self._tables[g, stream.row, [b for b in range(stream.first[i], hit.blocks) if b not in missing]] = pages
         stream.blocks = hit.blocks if self.paged else 0
         stream.computed = hit.tokens
 
     def fill(self, stream: Stream, hit: Hit) -> None:
         """Allocates the pages of an adopted hit that are to be restored."""
         for (g, block), page in zip(hit.restore, self.pool.allocate(len(hit.restore))):
-            self._changed()[g, stream.row, block] = page
+            self._tables[g, stream.row, block] = page
 
     def restore(self, mover: Mover, stream: Stream, hit: Hit) -> None:
         """Writes what was collected for a hit into its pages, and publishes those that are whole."""
@@ -256,7 +254,7 @@ class KVCache:
         """Gives the child, which begins with the tokens that the parent has computed, a row and all the parent's pages."""
         self._seat(child)
         blocks = self.blocks(parent.computed)
-        source, copy = self._tables[:, parent.row], self._changed()[:, child.row]
+        source, copy = self._tables[:, parent.row], self._tables[:, child.row]
         copy[self.recurrent, 0] = source[self.recurrent, 0]
         copy[self.paged, :blocks] = source[self.paged, :blocks]
         child.computed, child.blocks, child.first, child.keys = parent.computed, blocks, parent.first.copy(), parent.keys.copy()
@@ -284,16 +282,16 @@ class KVCache:
         copies = [Copy(*place, pages.pop()) for place in shared]
         for g, column, src, dst in copies:
             self.pool.release([src])
-            self._changed()[g, stream.row, column] = dst
+            self._tables[g, stream.row, column] = dst
         stream.forked = False
         if pages and stream.row < 0:
             self._seat(stream)
             for g in self.recurrent:
-                self._changed()[g, stream.row, 0] = pages.pop()
+                self._tables[g, stream.row, 0] = pages.pop()
         if pages:
             blocks = self.blocks(tokens)
             self._widen(blocks)
-            self._changed()[self.paged, stream.row, stream.blocks : blocks] = np.reshape(pages, (len(self.paged), -1))
+            self._tables[self.paged, stream.row, stream.blocks : blocks] = np.reshape(pages, (len(self.paged), -1))
             stream.blocks = blocks
         return copies
 
@@ -303,10 +301,10 @@ class KVCache:
         for g, column, src, dst in copies:
             self.pool.share([src])
             self.pool.release([dst])
-            self._changed()[g, stream.row, column] = src
+            self._tables[g, stream.row, column] = src
         if stream.blocks > blocks:
             self.pool.release(reversed(self.held(stream, blocks)))
-            self._changed()[self.paged, stream.row, blocks : stream.blocks] = -1
+            self._tables[self.paged, stream.row, blocks : stream.blocks] = -1
             stream.blocks = blocks
 
     def rewind(self, stream: Stream) -> None:
@@ -330,7 +328,7 @@ class KVCache:
             if full - back > stream.first[i]:
                 gone = slice(stream.first[i], full - back)
                 self._give_back(self._tables[g, stream.row, gone].tolist())
-                self._changed()[g, stream.row, gone] = -1
+                self._tables[g, stream.row, gone] = -1
                 stream.first[i] = full - back
 
     def release(self, stream: Stream, *, ended: bool = False) -> None:
@@ -338,7 +336,7 @@ class KVCache:
         if stream.row < 0:
             return
         self._give_back(self.held(stream)[::-1], ended=ended)
-        self._changed()[:, stream.row, : max(stream.blocks, 1)] = -1
+        self._tables[:, stream.row, : max(stream.blocks, 1)] = -1
         self._rows.append(stream.row)
         stream.row, stream.blocks, stream.computed, stream.forked = -1, 0, 0, False
 
@@ -359,9 +357,7 @@ class KVCache:
 
     def block_tables(self, rows: Sequence[int], blocks: int) -> I32:
         """int32[groups, len(rows), max(blocks, 1)]: a copy of those rows, as Batch wants them."""
-        if self._given is None or self._given[0] != [*rows, blocks]:
-            self._given = [*rows, blocks], np.ascontiguousarray(self._tables[:, rows, : max(blocks, 1)])
-        return self._given[1].copy()
+        return np.ascontiguousarray(self._tables[:, rows, : max(blocks, 1)])
 
     def slots(self, spans: Iterable[tuple[int, int, int]]) -> I64:
         """int64[groups, tokens]: page * page_size + offset of tokens start..stop of each (row, start, stop); for recurrent groups
@@ -426,11 +422,6 @@ class KVCache:
     def _seat(self, stream: Stream) -> None:
         stream.row = self._rows.pop()
         stream.first = [0] * len(self.paged)
-
-    def _changed(self) -> I32:
-        """The tables, to be written to."""
-        self._given = None
-        return self._tables
 
     def _widen(self, blocks: int) -> None:
         have = self._tables.shape[2]

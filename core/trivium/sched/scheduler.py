@@ -170,11 +170,10 @@ class Scheduler:
         """Admits and reserves what the plan needs, once its preempted sequences are: see preempt(). What it did is undone by
         roll_back()."""
         for entry in plan.entries:
-            seq, _, _, hit, _, _ = entry
-            if hit is not None or not self.kv.holds(seq, entry.start + entry.tokens + len(entry.draft)):
-                plan.undo.append((entry, seq.blocks if seq.row >= 0 else -1, []))
-                if hit is not None:
-                    self._admit(seq, hit)
+            if entry.hit is not None or not self.kv.holds(entry.seq, entry.start + entry.tokens + len(entry.draft)):
+                plan.undo.append((entry, entry.seq.blocks if entry.seq.row >= 0 else -1, []))
+                if entry.hit is not None:
+                    self._admit(entry.seq, entry.hit)
         for entry, _, copies in plan.undo:
             if entry.hit is not None:
                 self.kv.fill(entry.seq, entry.hit)
