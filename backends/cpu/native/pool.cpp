@@ -198,7 +198,7 @@ void ThreadPool::look_for_couples() {
 }
 
 // Threads that lose much time move, once in a while, and the next runs do with a thread less; so they do where the system puts two threads
-// on one processor again and again, since another is taken. What threads lose to each other does not count.
+// on one processor again and again, since another is taken. Half of them always work. What threads lose to each other does not count.
 void ThreadPool::look_for_crowds() {
   const auto now = Clock::now();
   const bool may_move = now >= next_move_;
@@ -214,7 +214,7 @@ void ThreadPool::look_for_crowds() {
   coupled_ = false;
   busy_ = {};
   if (crowded && may_move) next_move_ = now + kRest;
-  if (crowded && active_ > 1) {
+  if (crowded && active_ > (threads_ + 1) / 2) {
     if (active_ == threads_) resting_ = now < retry_ + kRest ? std::min<Clock::duration>(2 * resting_, kLongestRest) : kRest;
     retry_ = now + resting_;
     gate_.store(static_cast<uint32_t>(--active_));
