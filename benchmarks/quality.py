@@ -1,10 +1,11 @@
 """What a precision costs: KL divergence and top-1 agreement against the model's bf16 form, ours and the peers', on the same text.
 
-The text is cut into windows of 512 tokens, each read from nothing; the distributions behind the second half of each window count
-(255 positions that have seen 256 tokens or more, as llama-perplexity has it). The measure is the bf16 form as transformers computes
-it in float32. trivium's full logits come from its engine, which scores the windows as prompts: the output "logits" of each step is
-read. OpenVINO computes the exported model itself; llama.cpp's log probabilities are those that llama-perplexity saves
-(16 bits within e^-16 of the likeliest). KL in nats, of the measure to the precision: sum p ln(p / q). Prints JSON.
+The text, put on one line, is cut into windows of 512 tokens, each read from nothing; the distributions behind the second half of
+each window count (255 positions that have seen 256 tokens or more, as llama-perplexity has it). The measure is the bf16 form as
+transformers computes it in float32. trivium's full logits come from its engine, which scores the windows as prompts: the output
+"logits" of each step is read. OpenVINO computes the exported model itself; llama.cpp's log probabilities are those that llama-
+perplexity saves (16 bits within e^-16 of the likeliest). KL in nats, of the measure to the precision: sum p ln(p / q). Prints
+JSON.
 
     python benchmarks/quality.py --peers ROOT [--json] [--model smollm2-135m] [--text FILE] [--quantize F] [--kv-dtype D]
 """
@@ -57,9 +58,14 @@ Logits = np.ndarray[Any, Any]
 """float32[positions, vocabulary] of one window."""
 
 
+def one_line(text: str) -> str:
+    """Runs of white space become a blank: tokenizers made from a GGUF file differ on how they cut several line ends."""
+    return " ".join(text.split())
+
+
 def text_of_this_project() -> str:
     """So many bytes of English prose that this repository holds."""
-    whole = "\n".join((HERE.parent / name).read_text("utf-8") for name in TEXTS)
+    whole = one_line("\n".join((HERE.parent / name).read_text("utf-8") for name in TEXTS))
     return whole.encode()[:BYTES].decode("utf-8", "ignore")
 
 
@@ -191,7 +197,7 @@ class Quality:
         self.folder = folder
         self.ours, self.measure, self.forms = MODELS[args.model]
         self.text = folder / "text.txt"
-        self.text.write_text(text_of_this_project() if args.text is None else args.text.read_text("utf-8"), "utf-8")
+        self.text.write_text(text_of_this_project() if args.text is None else one_line(args.text.read_text("utf-8")), "utf-8")
         self.windows = self._cut()
         np.save(folder / "windows.npy", self.windows)
 
@@ -240,7 +246,7 @@ class Quality:
         """Log probabilities that llama-perplexity saves."""
         out, binaries = self.folder / "llama.bin", self.args.peers / "llbin"
         model = str(self.args.peers / "models" / form)
-        flags = ["-c", str(WINDOW), "-b", str(WINDOW), "-t", "2", "-fa", "on", "--save-all-logits", str(out)]
+        flags = ["-c", str(WINDOW), "-b", str(WINDOW), "-t", "2", "-fa", "on", "--no-escape", "--save-all-logits", str(out)]
         self._run(
             [str(binaries / "llama-perplexity"), "-m", model, "-f", str(self.text), *flags], {"LD_LIBRARY_PATH": str(binaries)}
         )
