@@ -18,6 +18,12 @@ native = pytest.importorskip("trivium_cpu._native")
 HEAD, TABLE, LINEAR = "lm_head.weight", "model.embed_tokens.weight", "model.layers.0.mlp.down_proj.weight"
 
 
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    """Rounded weights are kept in a folder of the test's own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("quantize")
