@@ -9,7 +9,8 @@
 // to back, one multiply-add each.
 //
 // Registers hold up to kRows rows of one tile (integer), or kFloatRows rows of two tiles (float), so that a line of weights is
-// loaded and unpacked once for that many rows. Rows are walked in blocks whose quantised form stays in the second-level cache.
+// loaded and unpacked once for that many rows. Quantised rows stay in the first-level cache while all tiles go by, which are read in
+// order; float rows are walked in blocks that stay in the second-level cache.
 #pragma once
 
 #include <algorithm>
@@ -197,7 +198,6 @@ struct LinearKernel {
   template <Layout kLayout, int R>
   TRIVIUM_INLINE static void ask_ahead(const uint8_t* codes) {
     if constexpr (R <= 4) return;
-#pragma GCC unroll 16
     for (int64_t byte = 0; byte < shape(kLayout).group_bytes() + kLine; byte += kLine) __builtin_prefetch(codes + kAhead + byte);
   }
 
@@ -227,14 +227,11 @@ struct LinearKernel {
   template <Layout kLayout>
   static void multiply_codes(const MatrixView& matrix, const Input& input, Range rows, Range outs, const Output& output) {
     constexpr int kMost = is_common(kLayout) ? S::kRows : std::min(S::kRows, 6);
-    const QuantisedRows& x = input.quantised;
-    const int64_t block = std::max<int64_t>(1, kRowBlockBytes / x.stride / S::kRows) * S::kRows;
-    for (int64_t first = rows.begin; first < rows.end; first += block) {
-      const Range some = {first, std::min(first + block, rows.end)};
+    for_even_rows<kMost>(rows, [&]<int R>(int64_t row) {
       for (int64_t out = outs.begin; out < outs.end; out += kTile) {
-        for_even_rows<kMost>(some, [&]<int R>(int64_t row) { tile_rows<kLayout, R>(matrix, x, row, out, outs.end, output); });
+        tile_rows<kLayout, R>(matrix, input.quantised, row, out, outs.end, output);
       }
-    }
+    });
   }
 
   // ------------------------------------------------------------------------------------------------------- float layouts
