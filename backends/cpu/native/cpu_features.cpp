@@ -10,6 +10,9 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
+#elif TRIVIUM_AARCH64 && defined(__linux__)
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
 #endif
 
 namespace trivium {
@@ -71,6 +74,18 @@ CpuFeatures detect() {
   return f;
 }
 
+#elif TRIVIUM_AARCH64
+
+CpuFeatures detect() {
+  CpuFeatures f;
+#if defined(__linux__)
+  f.neon_dot = (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) != 0;
+#elif defined(__APPLE__)
+  f.neon_dot = true;  // every processor of theirs with this architecture
+#endif
+  return f;
+}
+
 #else
 
 CpuFeatures detect() { return {}; }
@@ -107,6 +122,7 @@ std::vector<std::string> available_tiers() {
   if (cpu_features().avx512_bf16 && cpu_features().avx512_vnni) tiers.push_back("avx512bf16");
   if (cpu_features().avx512) tiers.push_back("avx512");
   if (cpu_features().avx2) tiers.push_back("avx2");
+  if (cpu_features().neon_dot) tiers.push_back("neon");
   tiers.push_back("portable");
   return tiers;
 }

@@ -19,7 +19,7 @@ const Kernels* find_kernels(const std::string& tier) {
   if (tier == "avx512") return &kernels_avx512;
   if (tier == "avx2") return &kernels_avx2;
 #endif
-  return tier == "portable" ? &kernels_portable : nullptr;
+  return tier == "portable" || tier == "neon" ? &kernels_portable : nullptr;
 }
 
 }  // namespace trivium

@@ -74,6 +74,7 @@ std::shared_ptr<Runtime> make_runtime(int threads, const std::string& tier) {
   auto isa = linear::Isa::portable;
   if (tier == "avx2") isa = linear::Isa::avx2;
   if (tier == "amx_emulated") isa = linear::Isa::amx_emulated;
+  if (tier == "neon") isa = linear::Isa::neon;
   if (tier == "amx") isa = linear::Isa::amx;
   if (tier == "avx512" || tier == "avx512bf16") isa = cpu_features().avx512_vnni ? linear::Isa::avx512_vnni : linear::Isa::avx512;
   return std::make_shared<Runtime>(std::make_shared<ThreadPool>(threads), *find_kernels(tier), linear::kernels(isa));
@@ -183,6 +184,7 @@ NB_MODULE(_native, m) {
     d["avx512_bf16"] = f.avx512_bf16;
     d["avx_vnni"] = f.avx_vnni;
     d["amx"] = f.amx;
+    d["neon_dot"] = f.neon_dot;
     return d;
   });
   nb::module_ linear_module = m.def_submodule("linear");

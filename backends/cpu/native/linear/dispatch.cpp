@@ -40,6 +40,14 @@ const LinearKernels& kernels(Isa isa) {
     default: return portable_kernels();
   }
 }
+#elif defined(TRIVIUM_AARCH64)
+std::vector<Isa> available_isas() {
+  return cpu_features().neon_dot ? std::vector{Isa::neon, Isa::portable} : std::vector{Isa::portable};
+}
+
+std::vector<Isa> emulated_isas() { return {}; }
+
+const LinearKernels& kernels(Isa isa) { return isa == Isa::neon ? neon_kernels() : portable_kernels(); }
 #else
 std::vector<Isa> available_isas() { return {Isa::portable}; }
 

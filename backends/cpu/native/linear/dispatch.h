@@ -12,6 +12,8 @@ const LinearKernels& avx512_kernels();
 const LinearKernels& avx512_vnni_kernels();
 const LinearKernels& amx_kernels();
 const LinearKernels& amx_emulated_kernels();
+#elif defined(TRIVIUM_AARCH64)
+const LinearKernels& neon_kernels();
 #endif
 
 }  // namespace trivium::linear

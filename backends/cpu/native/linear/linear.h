@@ -177,7 +177,7 @@ struct Output {
 
 // ----------------------------------------------------------------------------------------------------------------- kernels
 
-enum class Isa : uint8_t { portable, avx2, avx512, avx512_vnni, amx, amx_emulated };
+enum class Isa : uint8_t { portable, avx2, avx512, avx512_vnni, amx, amx_emulated, neon };
 
 struct Range {
   int64_t begin = 0;

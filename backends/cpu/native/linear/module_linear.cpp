@@ -24,7 +24,7 @@ using MutableFloats = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::
 using Vector = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Bytes = nb::ndarray<const uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
-constexpr const char* kIsas[] = {"portable", "avx2", "avx512", "avx512_vnni", "amx", "amx_emulated"};
+constexpr const char* kIsas[] = {"portable", "avx2", "avx512", "avx512_vnni", "amx", "amx_emulated", "neon"};
 
 template <class Enum, size_t N>
 Enum named(const char* const (&names)[N], const std::string& name) {
