@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypedDict, Unpack, cast
@@ -17,7 +18,6 @@ from trivium.engine import Engine, EngineConfig, PoolingParams, RequestOutput
 from trivium.engine.adapters import enabled
 from trivium.engine.loader import LoadOptions, load
 from trivium.engine.pooling import likelihood
-from trivium.engine.progress import Progress, progress_bar
 from trivium.engine.speculation import Drafter, ModelDrafter, Speculative
 from trivium.errors import BackendError, ClosedError, InvalidRequestError, UnsupportedError
 from trivium.sampling import SamplingParams, StructuredOutputs
@@ -32,6 +32,8 @@ Message = Mapping[str, Any]
 Chats = Sequence[Message] | Sequence[Sequence[Message]]
 Params = SamplingParams | Sequence[SamplingParams] | None
 """For all prompts, one for each, or None: the model's own (see default_params)."""
+Progress = Callable[[int, int], None] | None
+"""Is told bytes that are done, and all of them."""
 
 
 class Request(NamedTuple):
@@ -110,7 +112,7 @@ class Opened(ABC):
             max_num_seqs, max_num_batched_tokens or max_num_seqs, enable_prefix_caching, seed, scheduling_policy,
             max_waiting_requests, max_waiting_tokens, wanted, kv_host_bytes, kv_disk_path, kv_disk_bytes,
         )  # fmt: skip
-        with contextlib.ExitStack() as opened, progress_bar(progress) as report:
+        with contextlib.ExitStack() as opened, _progress_bar(progress) as report:
             self.loaded = load(os.fspath(model) if isinstance(model, os.PathLike) else model, backend, options, progress=report)
             opened.callback(self.loaded.session.close)
             drafter = self._drafter(wanted, max_num_seqs, opened, report)
@@ -366,6 +368,23 @@ class LLM(Opened, contextlib.AbstractContextManager["LLM"]):
             number = self._left.popleft()
             del self._inbox[number]
             self.engine.abort(number)
+
+
+@contextlib.contextmanager
+def _progress_bar(show: bool) -> Iterator[Progress]:
+    """A progress bar over the bytes of the weights; nothing where standard error is no terminal."""
+    if not show or not sys.stderr.isatty():
+        yield None
+        return
+    from tqdm import tqdm
+
+    with tqdm(unit="B", unit_scale=True, desc="loading", leave=False) as bar:
+
+        def report(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        yield report
 
 
 def _check_prompt(prompt: object) -> None:

@@ -61,7 +61,7 @@ def test_o49_yarn_attention_factor_is_applied():
 def test_default_partial_and_overridden_theta():
     np.testing.assert_allclose(rope_from_config({}, 8).inv_freq, default(), rtol=1e-6)
     np.testing.assert_allclose(rope_from_config({"partial_rotary_factor": 0.5}, 16).inv_freq, default(), rtol=1e-6)
-    np.testing.assert_allclose(rope_from_config(BASE, 8, theta=500.0).inv_freq, default(theta=500.0), rtol=1e-6)
+    np.testing.assert_allclose(rope_from_config({**BASE, "rope_theta": 500.0}, 8).inv_freq, default(theta=500.0), rtol=1e-6)
 
 
 def test_explicit_divisors_of_a_gguf_file():
@@ -76,15 +76,13 @@ def test_longrope_uses_the_long_list_only_when_long_contexts_will_be_served():
     assert rope_from_config(config, 8).scale == pytest.approx(math.sqrt(1 + math.log(2) / math.log(32)))
 
 
-def test_parameters_per_layer_type():
+def test_parameters_per_layer_type_are_refused():
     config = {
         "rope_parameters": {
             "full": {"rope_type": "linear", "factor": 2.0, "rope_theta": 100.0},
             "sliding": {"rope_type": "default"},
         }
     }
-    np.testing.assert_allclose(rope_from_config(config, 8, layer_type="full").inv_freq, default(theta=100.0) / 2, rtol=1e-6)
-    np.testing.assert_allclose(rope_from_config(config, 8, layer_type="sliding").inv_freq, default(), rtol=1e-6)
     with pytest.raises(CheckpointError, match="full, sliding"):
         rope_from_config(config, 8)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from trivium.errors import CheckpointError, UnsupportedError
-from trivium.models import gemma2, gemma3, llama
+from trivium.models import gemma, llama
 from trivium.models.config import ModelInfo, RawConfig, flatten, read_info
 from trivium.ops import Program
 
@@ -26,8 +26,8 @@ ARCHITECTURES: Mapping[str, Family] = {
     "MistralForCausalLM": Family(llama.build_mistral, llama.MISTRAL_DEFAULTS),
     "Qwen2ForCausalLM": Family(llama.build_qwen2, llama.QWEN2_DEFAULTS),
     "Qwen3ForCausalLM": Family(llama.build_qwen3, llama.QWEN3_DEFAULTS),
-    "Gemma2ForCausalLM": Family(gemma2.build, gemma2.DEFAULTS), "Gemma3ForCausalLM": Family(gemma3.build, gemma3.DEFAULTS),
-    "Gemma3ForConditionalGeneration": Family(gemma3.build, gemma3.DEFAULTS),
+    "Gemma2ForCausalLM": Family(gemma.build_gemma2, gemma.GEMMA2_DEFAULTS),
+    **dict.fromkeys(("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"), Family(gemma.build_gemma3, gemma.GEMMA3_DEFAULTS)),
     "Phi3ForCausalLM": Family(llama.build_phi3, llama.PHI3_DEFAULTS),
 }  # fmt: skip
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from trivium.ops.batch import Batch, Sampled, SampleInputs
-from trivium.ops.builder import Builder
+from trivium.ops.builder import OPERATORS, Builder, new_builder
 from trivium.ops.examples import operator
-from trivium.ops.opset import OPERATORS, new_builder
 from trivium.ops.patterns import evaluate, interpret, rewrite
 from trivium.ops.program import INPUTS, Call, Constant, Pattern, Program, StateDecl, Value
 from trivium.ops.schema import OPSET, Arg, Case, Operator, Shape, Signature, Tolerance, collect

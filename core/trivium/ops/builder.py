@@ -1,4 +1,4 @@
-"""Builder: model files and patterns call operators on it; it records the calls and infers shapes."""
+"""The operator set, and Builder: model files and patterns call operators on it; it records the calls and infers shapes."""
 
 from __future__ import annotations
 
@@ -9,9 +9,13 @@ from typing import Any
 import numpy as np
 
 from trivium.errors import ProgramError
+from trivium.ops import attention, collective, dense, moe, recurrent, sample
 from trivium.ops.program import INPUTS, Call, Constant, Program, StateDecl, Value
-from trivium.ops.schema import REQUIRED, Arg, Operator, Shape
+from trivium.ops.schema import REQUIRED, Arg, Operator, Shape, collect
 from trivium.ops.state import StateSpec
+
+OPERATORS: Mapping[str, Operator] = collect(dense, attention, moe, recurrent, collective, sample)
+"""The operator set, by name."""
 
 
 class Recorder(ABC):
@@ -133,3 +137,8 @@ def bind_attrs(op: Operator, attrs: Mapping[str, Any]) -> dict[str, Any]:
     if missing:
         raise ProgramError(f"{op.name}: the attribute {', '.join(missing)} must be given")
     return bound
+
+
+def new_builder() -> Builder:
+    """A Builder over the whole operator set."""
+    return Builder(OPERATORS)

@@ -1,4 +1,4 @@
-"""Row-wise operators: projections, norms, activations, rotary embedding, and moving numbers about."""
+"""Row-wise operators: projections, norms, activations, rotary embedding, moving numbers about, and low-rank adapters."""
 
 from __future__ import annotations
 
@@ -223,3 +223,20 @@ def concat(a: Array, b: Array) -> Array:
 def gather_rows(x: Array, rows: Array) -> Array:
     """y[r] = x[rows[r]]."""
     return x[rows]
+
+
+@operator(
+    "y[tokens, out], x[tokens, in], a[slots, rank, in]:weight, b[slots, rank, out]:weight, adapters[tokens]:int32"
+    " -> z[tokens, out]", {"adapters": lambda d: d.integers(3, -1)}, {"adapters": lambda d: np.sort(d.integers(3, -1))},
+    {"adapters": lambda d: np.full(d.shape, -1)}, sizes={"rank": (4, 1, 3, 16, 5, 8)}, tolerance=10,
+    draw={"a": lambda d: d.normal() / d.shape[-1] ** 0.5, "b": lambda d: d.normal() * np.float32([[[1]], [[0]], [[1]]])},
+)  # fmt: skip
+def lora(y: Array, x: Array, a: Array, b: Array, adapters: Array) -> Array:
+    """z[t] = y[t] + (x[t] · a[s]ᵀ) · b[s] with s = adapters[t]; y[t] itself, bit for bit, where s is -1
+    (Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2021). A smaller rank is filled up with zeros; the scale is a
+    part of b. Both matrices may be written between two steps: see Session.assign."""
+    z = y.copy()
+    for slot in np.unique(adapters[adapters >= 0]):
+        rows = adapters == slot
+        z[rows] += (x[rows] @ a[slot].T) @ b[slot]
+    return z

@@ -9,8 +9,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from trivium.errors import ProgramError
-from trivium.ops.builder import Recorder
-from trivium.ops.opset import OPERATORS
+from trivium.ops.builder import OPERATORS, Recorder
 from trivium.ops.program import Call, Pattern, Program, Value
 from trivium.ops.schema import Operator
 

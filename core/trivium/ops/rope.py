@@ -129,18 +129,14 @@ _KINDS: Mapping[str, Callable[[_Settings], Rope]] = {
 }  # fmt: skip
 
 
-def rope_from_config(
-    config: Mapping[str, Any], head_dim: int, *,
-    max_model_len: int | None = None, theta: float | None = None, layer_type: str | None = None,
-) -> Rope:  # fmt: skip
+def rope_from_config(config: Mapping[str, Any], head_dim: int, *, max_model_len: int | None = None) -> Rope:
     """The table that a configuration asks for, whichever spelling it uses (rope_parameters, or rope_scaling and rope_theta;
     rope_type or type).
 
-    `max_model_len`: the longest context that will be served (default: max_position_embeddings); `theta` overrides the
-    configuration's; `layer_type` chooses where each type of layer has its own. Raises UnsupportedError for an unknown type and
-    CheckpointError for a missing or impossible value.
+    `max_model_len`: the longest context that will be served (default: max_position_embeddings). Raises UnsupportedError for an
+    unknown type and CheckpointError for a missing or impossible value, or parameters that differ by the type of the layer.
     """
-    parameters = _parameters(config, layer_type)
+    parameters = _parameters(config)
     kind = parameters["rope_type"] = parameters.get("rope_type") or parameters.get("type") or "default"
     make = _KINDS.get(kind) if isinstance(kind, str) else None
     if make is None:
@@ -149,20 +145,17 @@ def rope_from_config(
     dim, positions = int(head_dim * s.number("partial_rotary_factor")), s.number("max_position_embeddings")
     if dim < 2 or dim % 2:
         raise CheckpointError(f"{dim} rotated numbers a head is not a positive even number", param="partial_rotary_factor")
-    base = s.number("rope_theta") if theta is None else theta
-    inv_freq, scale = make(_Settings(parameters, base, dim, positions, max_model_len or positions))
+    inv_freq, scale = make(_Settings(parameters, s.number("rope_theta"), dim, positions, max_model_len or positions))
     return Rope(np.asarray(inv_freq, np.float32), scale)
 
 
-def _parameters(config: Mapping[str, Any], layer_type: str | None) -> dict[str, Any]:
-    """The rope parameters under whichever key the configuration has them, those of `layer_type` where they are kept per type."""
+def _parameters(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The rope parameters under whichever key the configuration has them."""
     found = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(found, Mapping):
         raise CheckpointError(f"rope parameters must be a table of names and values, not {found!r}", param="rope_parameters")
-    if layer_type is not None and isinstance(found.get(layer_type), Mapping):
-        found = found[layer_type]
-    elif nested := [name for name, value in found.items() if isinstance(value, Mapping)]:
-        raise CheckpointError(f"rope parameters are given for {', '.join(nested)}, not for {layer_type}", param="rope_parameters")
+    if nested := [name for name, value in found.items() if isinstance(value, Mapping)]:
+        raise CheckpointError(f"rope parameters are given for {', '.join(nested)}, not for all layers", param="rope_parameters")
     original = config.get("original_max_position_embeddings")
     parameters = {**found, "original_max_position_embeddings": original} if original else dict(found)
     for name, default in (("rope_theta", 10000.0), ("partial_rotary_factor", 1.0), ("max_position_embeddings", 2048)):

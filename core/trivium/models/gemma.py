@@ -1,6 +1,8 @@
-"""Gemma 2: norms before and after each block, windows in every second layer, soft caps on scores and logits.
+"""Gemma 2: norms before and after each block, windows in every second layer, soft caps on scores and logits. Gemma 3 (text): five
+layers with a window for each that sees all positions, each kind with its own rotary base; q and k norms.
 
-Source: Gemma Team 2024, "Gemma 2: Improving Open Language Models at a Practical Size"; keys as in its config.json.
+Sources: Gemma Team 2024, "Gemma 2: Improving Open Language Models at a Practical Size"; Gemma Team 2025, "Gemma 3 Technical
+Report"; keys as in their config.json.
 """
 
 from __future__ import annotations
@@ -9,22 +11,49 @@ import math
 from collections.abc import Sequence
 
 from trivium.errors import CheckpointError, UnsupportedError
-from trivium.models.config import ModelInfo, RawConfig, flag, number
+from trivium.models.config import ModelInfo, RawConfig, count, flag, number, table
 from trivium.models.decoder import Decoder, Rotation
 from trivium.ops import Program
 
-DEFAULTS: RawConfig = {
+GEMMA2_DEFAULTS: RawConfig = {
     "hidden_activation": "gelu_tanh", "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": True,
     "sliding_window": 4096, "query_pre_attn_scalar": 256, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
 }  # fmt: skip
+GEMMA3_DEFAULTS: RawConfig = {
+    "hidden_activation": "gelu_tanh", "rms_norm_eps": 1e-6, "rope_theta": 1e6, "rope_local_base_freq": 1e4,
+    "tie_word_embeddings": True, "sliding_window": 4096, "sliding_window_pattern": 6, "query_pre_attn_scalar": 256,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 262208, "max_position_embeddings": 131072,
+}  # fmt: skip
 
 
-def build(info: ModelInfo, max_model_len: int | None) -> Program:
+def build_gemma2(info: ModelInfo, max_model_len: int | None) -> Program:
     """The Program of a Gemma 2 model."""
     softcap = cap_of(info, "attn_logit_softcapping")
     d = gemma_decoder(info, max_model_len)
     rotate = d.rotation()
     return gemma_layers(d, info.windows(lambda layer: layer % 2 == 0), (rotate, rotate), softcap=softcap)
+
+
+def build_gemma3(info: ModelInfo, max_model_len: int | None) -> Program:
+    """The Program of a Gemma 3 text model."""
+    pattern = count(info.config, "sliding_window_pattern")
+    d = gemma_decoder(info, max_model_len)
+    return gemma_layers(d, info.windows(lambda layer: (layer + 1) % pattern != 0), _gemma3_rotations(d), qk_norm=True)
+
+
+def _gemma3_rotations(d: Decoder) -> tuple[Rotation, Rotation]:
+    """The rotations of layers that see all positions and of those with a window: `rope_parameters` holds both kinds, or
+    `rope_scaling` scales the former only."""
+    config = d.info.config
+    params = table(config, "rope_parameters") or table(config, "rope_scaling")
+    if "full_attention" not in params and "sliding_attention" not in params:
+        params = {"full_attention": params}
+    full = {"rope_theta": config["rope_theta"], **table(params, "full_attention")}
+    near = {"rope_theta": config["rope_local_base_freq"], **table(params, "sliding_attention")}
+    return (
+        d.rotation("rope.full.inv_freq", {**config, "rope_parameters": full}),
+        d.rotation("rope.sliding.inv_freq", {**config, "rope_parameters": near}),
+    )
 
 
 def gemma_layers(
