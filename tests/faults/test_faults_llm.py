@@ -191,7 +191,7 @@ COUNTS = ("block_size", "num_kv_blocks", "max_num_seqs", "max_num_batched_tokens
 SIZES = [
     *({name: value} for name in COUNTS for value in (0, -1, 1.5, "16", True)),
     {"max_model_len": 1}, {"max_model_len": 10**9}, {"num_kv_blocks": 10**9}, {"threads": 10**6}, {"seed": "x"}, {"seed": 1.5},
-    {"dtype": "foo"}, {"kv_dtype": "int8"}, {"quantize": "int1"},
+    {"dtype": "foo"}, {"kv_dtype": "int3"}, {"quantize": "int1"},
 ]  # fmt: skip
 ONLY_REFERENCE = [{"block_size": 1}, {"block_size": 24}, {"max_num_batched_tokens": 2**45}, {"max_num_seqs": 2**45}]
 SMALL = [
