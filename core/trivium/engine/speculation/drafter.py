@@ -1,4 +1,4 @@
-"""What a drafter is asked and must be able to do; and drafters without a model, which look up how the last tokens went on before."""
+"""What a drafter is asked and must be able to do; drafters without a model, which look up how the last tokens went on before."""
 
 from __future__ import annotations
 
