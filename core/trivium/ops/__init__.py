@@ -6,10 +6,9 @@ from trivium.ops.batch import Batch, Sampled, SampleInputs
 from trivium.ops.builder import OPERATORS, Builder, new_builder
 from trivium.ops.examples import operator
 from trivium.ops.patterns import evaluate, interpret, rewrite
-from trivium.ops.program import INPUTS, Call, Constant, Pattern, Program, StateDecl, Value
+from trivium.ops.program import INPUTS, Call, Constant, Pattern, Program, StateDecl, Value, Weight
 from trivium.ops.schema import OPSET, Arg, Case, Operator, Shape, Signature, Tolerance, collect
 from trivium.ops.state import Group, KVSpec, LatentKV, PagedKV, PagedState, Pages, Recurrent, RecurrentState, StateSpec
-from trivium.ops.tensors import Weight
 
 __all__ = [
     "INPUTS", "OPERATORS", "OPSET", "Arg", "Batch", "Builder", "Call", "Case", "Constant", "Group", "KVSpec", "LatentKV",

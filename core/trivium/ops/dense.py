@@ -229,7 +229,7 @@ def gather_rows(x: Array, rows: Array) -> Array:
     "y[tokens, out], x[tokens, in], a[slots, rank, in]:weight, b[slots, rank, out]:weight, adapters[tokens]:int32"
     " -> z[tokens, out]", {"adapters": lambda d: d.integers(3, -1)}, {"adapters": lambda d: np.sort(d.integers(3, -1))},
     {"adapters": lambda d: np.full(d.shape, -1)}, sizes={"rank": (4, 1, 3, 16, 5, 8)}, tolerance=10,
-    draw={"a": lambda d: d.normal() / d.shape[-1] ** 0.5, "b": lambda d: d.normal() * np.float32([[[1]], [[0]], [[1]]])},
+    draw={"a": lambda d: d.normal() / d.shape[-1] ** 0.5, "b": lambda d: d.normal() * np.reshape([1, 0, 1], (3, 1, 1))},
 )  # fmt: skip
 def lora(y: Array, x: Array, a: Array, b: Array, adapters: Array) -> Array:
     """z[t] = y[t] + (x[t] · a[s]ᵀ) · b[s] with s = adapters[t]; y[t] itself, bit for bit, where s is -1

@@ -1,4 +1,4 @@
-"""Program: a model as a small SSA graph over the operator set, with symbolic sizes."""
+"""Program: a model as a small SSA graph over the operator set, with symbolic sizes; and Weight, what its constants come from."""
 
 from __future__ import annotations
 
@@ -47,6 +47,37 @@ class Constant:
     source: str
     rows: tuple[int, int] | None = None
     array: npt.NDArray[np.float32] | None = None
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One checkpoint tensor on its way to a backend, as it is stored.
+
+    shape: logical, e.g. (out, in). format: "float32", "float16", "bfloat16" or a block format's name in lower case
+    ("q4_1", "q6_k", ...). data: for the float formats an array of `shape` (bfloat16 as uint16 bit patterns); for block formats
+    uint8[rows, bytes per row]. It may be a memory map: don't write to it. `decoder(data)` gives float32[shape], exactly.
+    origin: where the data comes from, equal only for equal data; "" where nobody knows.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    format: str
+    data: npt.NDArray[Any]
+    decoder: Callable[[npt.NDArray[Any]], npt.NDArray[np.float32]]
+    origin: str = ""
+
+    def decode(self) -> npt.NDArray[np.float32]:
+        """The exact numbers, float32[shape]."""
+        return self.decoder(self.data).reshape(self.shape)
+
+    def slice_rows(self, start: int, stop: int) -> Weight:
+        """Rows start..stop of the first dimension, without a copy."""
+        origin = self.origin and f"{self.origin}[{start}:{stop}]"
+        return replace(self, shape=(stop - start, *self.shape[1:]), data=self.data[start:stop], origin=origin)
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.data.nbytes)
 
 
 @dataclass(frozen=True, eq=False)

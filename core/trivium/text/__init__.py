@@ -5,11 +5,10 @@ Importing this package loads neither `tokenizers` nor `jinja2`; the first tokeni
 
 from __future__ import annotations
 
-from trivium.text.detokenizer import Detokenizer
 from trivium.text.events import CallArguments, CallEnd, CallStart, ContentDelta, Event, ReasoningDelta, ToolCall
 from trivium.text.grammar import Grammars, Matcher
 from trivium.text.stops import StopMatcher
-from trivium.text.tokenizer import Tokenizer
+from trivium.text.tokenizer import Detokenizer, Tokenizer
 
 __all__ = [
     "CallArguments", "CallEnd", "CallStart", "ContentDelta", "Detokenizer", "Event", "Grammars", "Matcher", "ReasoningDelta",

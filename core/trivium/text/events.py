@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -78,15 +79,13 @@ def joined(events: Iterable[Event], kind: type[ContentDelta] | type[ReasoningDel
 
 def tool_calls(events: Iterable[Event]) -> tuple[ToolCall, ...]:
     """The calls in `events`, in order of index."""
-    calls: dict[int, ToolCall] = {}
-    for event in merge(event for event in events if isinstance(event, CallStart | CallArguments | CallEnd)):
-        assert isinstance(event, CallStart | CallArguments | CallEnd)
-        call = calls.get(event.index, ToolCall(event.index, "", "", "", False))
+    starts, texts, ended = dict[int, CallStart](), defaultdict[int, list[str]](list), set[int]()
+    for event in events:
         if isinstance(event, CallStart):
-            call = replace(call, id=event.id, name=event.name)
+            starts[event.index] = event
         elif isinstance(event, CallArguments):
-            call = replace(call, arguments=call.arguments + event.text)
-        else:
-            call = replace(call, complete=True)
-        calls[event.index] = call
-    return tuple(call for _, call in sorted(calls.items()))
+            texts[event.index].append(event.text)
+        elif isinstance(event, CallEnd):
+            ended.add(event.index)
+    calls = [starts.get(index, CallStart(index, "", "")) for index in sorted({*starts, *texts, *ended})]
+    return tuple(ToolCall(c.index, c.id, c.name, "".join(texts[c.index]), c.index in ended) for c in calls)
