@@ -231,9 +231,9 @@ def test_o52_adapters_on_weights_in_a_private_layout_give_the_merged_model_s_ids
         want = [ids(llm, p) for p in PROMPTS]
     with opened(home, "private", **private) as llm:
         assert [ids(llm, p, "three") for p in PROMPTS] == want
-        placed = llm.loaded.lora._placed[0]
-        a = llm.loaded.session.read_weight(placed.a)
-        part = llm.loaded.lora.get("three").parts[placed.target][0]
+        target, (a_there, _) = next(iter(llm.loaded.lora._placed.items()))
+        a = llm.loaded.session.read_weight(a_there)
+        part = llm.loaded.lora.get("three").parts[target][0]
         assert any(np.array_equal(slot[: len(part)], part) and not slot[len(part) :].any() for slot in a)
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from os import PathLike
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import numpy as np
 
@@ -46,19 +46,15 @@ class Adapter:
     fingerprint: str
 
 
-class Placed(NamedTuple):
-    """A target and its two constants on the device."""
-
-    target: Target
-    a: Tensor
-    b: Tensor
+Placed = Mapping[Target, tuple[Tensor, Tensor]]
+"""Each target's two constants on the device."""
 
 
 class Adapters:
     """The adapters of one loaded model, by name, and its slots. More can be known than there are slots: those used least recently
     make way. `head_dim`: of queries and keys whose rows the checkpoint stores in interleaved order, 0: it doesn't."""
 
-    def __init__(self, session: Session, placed: Sequence[Placed], slots: int, rank: int, head_dim: int = 0) -> None:
+    def __init__(self, session: Session, placed: Placed, slots: int, rank: int, head_dim: int = 0) -> None:
         self.slots = slots
         self._session = session
         self._placed = placed
@@ -129,7 +125,7 @@ class Adapters:
         _check_modules(config.get("target_modules"), file)
         parts: dict[Target, tuple[F32, F32]] = {}
         digest = blake2b(digest_size=32)
-        for target, _, _ in self._placed:
+        for target in self._placed:
             if _tensor(target, "A") in file.tensors:
                 a, b = (file.weight(_tensor(target, part), target.module).decode() for part in "AB")
                 with np.errstate(over="ignore"):
@@ -154,12 +150,12 @@ class Adapters:
     def _check_tensors(self, file: SafetensorsFile, r: int) -> None:
         """Refuses a file that is not made of A float32[r, in] and B float32[out, r] of modules that the model has."""
         shapes: dict[str, tuple[int, int]] = {}
-        for target, _, _ in self._placed:
+        for target in self._placed:
             a, b = _tensor(target, "A"), _tensor(target, "B")
             shapes[a], shapes[b] = (r, int(target.a.shape[-1])), (shapes.get(b, (0, r))[0] + int(target.b.shape[-1]), r)
         for name, info in file.tensors.items():
             if name not in shapes:
-                kinds = ", ".join(sorted({target.module.rpartition(".")[2] for target, _, _ in self._placed}))
+                kinds = ", ".join(sorted({target.module.rpartition(".")[2] for target in self._placed}))
                 raise UnsupportedError(f"{file.path}: {name!r:.200} is for no layer of this model; {kinds} can have adapters")
             if info.shape != shapes[name] or info.format not in _FLOATS:
                 raise CheckpointError(f"{file.path}: {name} is {info.format}{list(info.shape)}, not {list(shapes[name])} floats")
@@ -176,7 +172,7 @@ class Adapters:
         return b.reshape(-1, 2, self._head_dim // 2, b.shape[1]).swapaxes(1, 2).reshape(b.shape)
 
     def _write(self, adapter: Adapter, slot: int) -> None:
-        for target, *tensors in self._placed:
+        for target, tensors in self._placed.items():
             for value, tensor, array in zip((target.a, target.b), tensors, adapter.parts.get(target, (_NOTHING, _NOTHING))):
                 whole = np.zeros(tuple(map(int, value.shape[1:])), np.float32)
                 whole[: len(array)] = array

@@ -16,8 +16,6 @@ from trivium.engine.runner import Stats
 from trivium.errors import BackendError, ClosedError, TriviumError
 from trivium.sampling import SamplingParams
 
-Options = dict[str, Any]
-"""Further arguments of Engine.add_request."""
 MAX_FAILURES = 3
 """Steps in a row that may raise (which no fault of a request or of the device does) before the engine stops."""
 
@@ -74,17 +72,37 @@ class AsyncEngine(AbstractAsyncContextManager["AsyncEngine"]):
         """Engine.snapshot(), between two steps."""
         return await self.call(Engine.snapshot)  # type: ignore[no-any-return]
 
-    def stream(
+    async def stream(
         self, prompt_ids: Sequence[int], params: SamplingParams | None = None, **options: Any
     ) -> AsyncGenerator[RequestOutput, None]:
         """News of one request as they come, the last with finished=True; `options` as in Engine.add_request. A reader that lags
         gets what it missed in one piece. The request is aborted if the iterator is closed or its task is cancelled. Bad requests
         raise what Engine.add_request raises."""
-        return self._listen(prompt_ids, params, {"stream": True, **options})
+        listener = _Listener()
+        number: list[int] = []
+
+        def add(engine: Engine) -> None:
+            if self._fault is not None:
+                raise self._fault.with_traceback(None)
+            number.append(engine.add_request(prompt_ids, params, **{"stream": True, **options}))
+            self._listeners[number[0]] = listener
+
+        try:
+            if params is not None and params.structured_outputs is not None:
+                await asyncio.to_thread(self._engine.prepare, params)
+            await self.call(add)
+            while True:
+                output = await listener.get()
+                yield output
+                if output.finished:
+                    number.clear()
+                    return
+        finally:
+            self._commands.put(lambda: self._leave(number))
 
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams | None = None, **options: Any) -> RequestOutput:
         """The whole output of one request; aborted if the task is cancelled."""
-        outputs = [output async for output in self._listen(prompt_ids, params, options)]
+        outputs = [output async for output in self.stream(prompt_ids, params, **{"stream": False, **options})]
         return outputs[-1]
 
     async def abort(self, request_id: int) -> bool:
@@ -104,31 +122,6 @@ class AsyncEngine(AbstractAsyncContextManager["AsyncEngine"]):
         if self._stopped:
             self._drain(block=False)
         return await asyncio.wrap_future(future)
-
-    async def _listen(
-        self, ids: Sequence[int], params: SamplingParams | None, options: Options
-    ) -> AsyncGenerator[RequestOutput, None]:
-        listener = _Listener()
-        number: list[int] = []
-
-        def add(engine: Engine) -> None:
-            if self._fault is not None:
-                raise self._fault.with_traceback(None)
-            number.append(engine.add_request(ids, params, **options))
-            self._listeners[number[0]] = listener
-
-        try:
-            if params is not None and params.structured_outputs is not None:
-                await asyncio.to_thread(self._engine.prepare, params)
-            await self.call(add)
-            while True:
-                output = await listener.get()
-                yield output
-                if output.finished:
-                    number.clear()
-                    return
-        finally:
-            self._commands.put(lambda: self._leave(number))
 
     def _abort(self, number: int) -> bool:
         """On the engine's thread."""

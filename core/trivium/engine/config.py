@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from trivium.engine.speculation.config import Speculative
+from trivium.engine.speculation.drafter import Speculative
 from trivium.errors import InvalidRequestError
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from trivium.errors import CapacityError, CheckpointError, InvalidRequestError, UnsupportedError
-from trivium.engine.adapters import Adapters, Placed
+from trivium.engine.adapters import Adapters
 from trivium.engine.executor import Model
 from trivium.kv import Layout, plan_groups
 from trivium.kv.neutral import rotations
@@ -216,7 +216,7 @@ def _load_into(
 
 
 def _adapters(session: Session, p: Plan, weights: Mapping[str, Any]) -> Adapters:
-    placed = [Placed(target, weights[target.a.name], weights[target.b.name]) for target in p.targets]
+    placed = {target: (weights[target.a.name], weights[target.b.name]) for target in p.targets}
     head_dim = describe(p.checkpoint.config).head_dim if p.checkpoint.config.get("rope_interleaved") else 0
     return Adapters(session, placed, p.options.max_loras, p.options.max_lora_rank, head_dim)
 

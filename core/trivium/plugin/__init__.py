@@ -10,9 +10,8 @@ from trivium.plugin.contract import (
     API_VERSION, Backend, Capabilities, Device, Executable, Kernel, Memory, OperatorTime, Probe, Profile, Session, Step, Tensor,
     WeightFormat,
 )  # fmt: skip
-from trivium.plugin.eager import EagerExecutable
+from trivium.plugin.eager import EagerExecutable, HostFallbackWarning, announce_fallbacks, run_on_host
 from trivium.plugin.hooks import hookimpl, hookspec
-from trivium.plugin.host import HostFallbackWarning, announce_fallbacks, run_on_host
 from trivium.plugin.registry import Status, find_backends, find_plugins, resolve
 from trivium.plugin.select import Choice, select_kernels
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from trivium.engine.speculation.config import Speculative
-from trivium.engine.speculation.drafter import Ask, Drafter, NgramDrafter, SuffixDrafter, lookup_drafter
+from trivium.engine.speculation.drafter import Ask, Drafter, NgramDrafter, Speculative, SuffixDrafter, lookup_drafter
 from trivium.engine.speculation.model import ModelDrafter, check_rewinds
 from trivium.engine.speculation.speculator import Speculator
 

@@ -11,8 +11,7 @@ import numpy as np
 
 from trivium.engine.request import Completion
 from trivium.engine.runner import Stats
-from trivium.engine.speculation.config import Speculative
-from trivium.engine.speculation.drafter import Ask, Drafter
+from trivium.engine.speculation.drafter import Ask, Drafter, Speculative
 from trivium.sched import Entry, Scheduler, Sequence, StepPlan
 
 MAX_FAILURES = 3
