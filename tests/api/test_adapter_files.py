@@ -30,7 +30,7 @@ def nothing_has_changed(llm):
     yield
     assert llm.adapters == () and not llm.engine.has_unfinished()
     assert llm.generate([[1, 2, 3]], GREEDY)[0].outputs[0].token_ids == before
-    assert all(not llm.loaded.session.read_weight(placed.a).any() for placed in llm.loaded.lora._placed)
+    assert all(not llm.loaded.session.read_weight(a).any() for a, _ in llm.loaded.lora._placed.values())
 
 
 def refused(llm, path, error, match):
