@@ -198,8 +198,7 @@ class Opened(ABC):
         if not prefix or len(ids) <= len(prefix):
             message = f"nothing to score: {context!r:.80} and then {continuation!r:.80} must both have at least one token"
             raise InvalidRequestError(message, param="prompt")
-        params = SamplingParams(temperature=0.0, max_tokens=0, prompt_logprobs=0)
-        return Request(ids, params, {"score_from": len(prefix)})
+        return Request(ids, SamplingParams(temperature=0.0, max_tokens=0, prompt_logprobs=0), {"score_from": len(prefix)})
 
     def _chats(self, messages: Chats, params: Params, tools: Tools, choice: ToolChoice, more: Mapping[str, Any]) -> list[Request]:
         if not isinstance(cast(object, messages), Sequence):
@@ -340,9 +339,8 @@ class LLM(Opened, contextlib.AbstractContextManager["LLM"]):
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
         if self._holder == threading.get_ident():
-            raise InvalidRequestError(
-                "this model is in the middle of a step on this thread, as a signal handler sees it; ask later"
-            )
+            message = "this model is in the middle of a step on this thread, as a signal handler sees it; ask later"
+            raise InvalidRequestError(message)
         with self._lock:
             self._holder = threading.get_ident()
             try:
@@ -406,8 +404,7 @@ def with_options(requests: Sequence[Request], options: Mapping[str, Any]) -> lis
 def _each(name: str, value: Any, count: int) -> list[Any]:
     each = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value] * count
     if len(each) != count:
-        message = f"{count} prompts came with {len(each)} {name}; give one for all or one for each"
-        raise InvalidRequestError(message, param=name)
+        raise InvalidRequestError(f"{count} prompts came with {len(each)} {name}; give one for all or one for each", param=name)
     return each
 
 

@@ -56,9 +56,8 @@ class Intake:
             if type(value) is not kind:
                 raise InvalidRequestError(f"{param} must be of type {kind.__name__}, not {value!r:.80}", param=param)
         if priority and self._config.scheduling_policy == "fcfs":
-            raise InvalidRequestError(
-                f"priority {priority} needs scheduling_policy 'priority'; leave it out or 0", param="priority"
-            )
+            message = f"priority {priority} needs scheduling_policy 'priority'; leave it out or 0"
+            raise InvalidRequestError(message, param="priority")
         ids = self._check_prompt(prompt_ids)
         pool = None if pooling is None else self._pool(pooling, params, len(ids))
         params = SamplingParams(temperature=0.0, max_tokens=0) if pool is not None else params or SamplingParams()
@@ -107,10 +106,8 @@ class Intake:
         limit = self.model.max_model_len
         wanted = max(limit - prompt, 1) if max_tokens is None else max_tokens
         if prompt + wanted > limit:
-            message = (
-                f"the prompt has {prompt} tokens and {wanted} more are asked for, but prompt and output together can have {limit}"
-            )
-            raise ContextLengthError(f"{message}; shorten the prompt or lower max_tokens", param="prompt")
+            message = f"the prompt has {prompt} tokens and {wanted} more are asked for, but prompt and output together"
+            raise ContextLengthError(f"{message} can have {limit}; shorten the prompt or lower max_tokens", param="prompt")
         self._check_fits(prompt + max(wanted - 1, 0))
         return wanted
 
@@ -126,9 +123,8 @@ class Intake:
         known = ids if pool is None else ids[: pool.tokens]
         for index in range(count := asked.best_of or asked.n):
             rules = asked, ids, model.eos_ids, model.vocab_size, request.seed
-            sampler = SamplerState(
-                *rules, index=index, bad_words=banned, dry=dry, processors=processors, grammar=self.matcher(asked)
-            )
+            grammar = self.matcher(asked)
+            sampler = SamplerState(*rules, index=index, bad_words=banned, dry=dry, processors=processors, grammar=grammar)
             scores = len(ids) - 1 if params.prompt_logprobs is not None and index == 0 else 0
             seq = Stream(known, root, (priority, request.id, index), limit=len(known) + request.max_tokens, score_end=scores)
             seq.scored, seq.adapter = len(request.prompt_logprobs) - 1, adapter

@@ -59,12 +59,6 @@ class Stats:
     pages: int = 0
     free_pages: int = 0
 
-    @property
-    def host_share(self) -> float:
-        """Part of the steps' time that the host took, 0..1."""
-        total = self.host_seconds + self.device_seconds
-        return self.host_seconds / total if total else 0.0
-
 
 class Part(NamedTuple):
     """What a step does for one output. `row`: the rows it wants, which begin at `at` among all that are sampled or scored, and at

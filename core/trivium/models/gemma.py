@@ -50,10 +50,8 @@ def _gemma3_rotations(d: Decoder) -> tuple[Rotation, Rotation]:
         params = {"full_attention": params}
     full = {"rope_theta": config["rope_theta"], **table(params, "full_attention")}
     near = {"rope_theta": config["rope_local_base_freq"], **table(params, "sliding_attention")}
-    return (
-        d.rotation("rope.full.inv_freq", {**config, "rope_parameters": full}),
-        d.rotation("rope.sliding.inv_freq", {**config, "rope_parameters": near}),
-    )
+    everywhere = d.rotation("rope.full.inv_freq", {**config, "rope_parameters": full})
+    return everywhere, d.rotation("rope.sliding.inv_freq", {**config, "rope_parameters": near})
 
 
 def gemma_layers(

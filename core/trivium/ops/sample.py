@@ -92,10 +92,8 @@ def derive_seed(seed: int, index: int) -> int:
 def plain_inputs(rows: int, **fields: Any) -> SampleInputs:
     """SampleInputs of `rows` greedy rows without penalties, biases or logprobs; `fields` replaces some (scalars are repeated)."""
     neutral = {"top_p": 1.0, "typical_p": 1.0, "repetition": 1.0, "score_ids": -1}
-    made: dict[str, Any] = {
-        name: np.array(np.broadcast_to(np.asarray(fields.pop(name, neutral.get(name, 0)), dtype), rows))
-        for name, dtype in COLUMNS.items()
-    }
+    given = {name: fields.pop(name, neutral.get(name, 0)) for name in COLUMNS}
+    made: dict[str, Any] = {k: np.array(np.broadcast_to(np.asarray(given[k], dtype), rows)) for k, dtype in COLUMNS.items()}
     made |= {name: np.zeros(0, np.int32) for name in ("seen_ids", "seen_counts", "bias_ids")}
     made |= {name: np.zeros(rows + 1, np.int32) for name in ("seen_starts", "bias_starts")}
     return SampleInputs(**{**made, "bias": np.zeros(0, np.float32), **fields})

@@ -77,10 +77,6 @@ class KVSpec:
         """(group, layer slot) of a state."""
         return next((g, group.states.index(state)) for g, group in enumerate(self.groups) if state in group.states)
 
-    @property
-    def layer_slots(self) -> int:
-        return max((len(g.states) for g in self.groups), default=0)
-
 
 def kv_int8(x: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
     """The numbers that a KV format of int8 keeps of x[..., n]: each row (of a token and head) is whole numbers within -127..127

@@ -59,8 +59,7 @@ class ReferenceSession(Session):
             raise CapacityError(f"{pages} pages of {self.page_bytes(spec)} bytes need {need} bytes; there are {total_memory()}")
         self._spec = spec
         for slot, state in _places(spec):
-            shapes = state.page_shapes(spec.page_size)
-            self._pool[slot, state] = tuple(np.zeros((pages, *shape), np.float32) for shape in shapes)
+            self._pool[slot, state] = tuple(np.zeros((pages, *shape), np.float32) for shape in state.page_shapes(spec.page_size))
 
     def page_bytes(self, spec: KVSpec) -> int:
         return sum(4 * math.prod(shape) for _, state in _places(spec) for shape in state.page_shapes(spec.page_size))

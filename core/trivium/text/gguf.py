@@ -100,12 +100,10 @@ class Vocabulary:
         needed = itertools.chain({*parts}, map(add, parts[::2], parts[1::2]))
         if {text.count(" ") for text in listed} <= {1} and all(parts) and all(map(self.vocab.__contains__, needed)):
             return
-        wrong = (
-            i for i, m in enumerate(listed) if m.count(" ") != 1 or not self.vocab.keys() >= {*m.split(" "), m.replace(" ", "")}
-        )
-        for i in wrong:
-            reason = f"merge {i} is {listed[i]!r}, not two tokens that make one with a blank between"
-            raise CheckpointError(f"the file's tokenizer can't be built: {reason}")
+        for i, merge in enumerate(listed):
+            if merge.count(" ") != 1 or not self.vocab.keys() >= {*merge.split(" "), merge.replace(" ", "")}:
+                reason = f"merge {i} is {merge!r}, not two tokens that make one with a blank between"
+                raise CheckpointError(f"the file's tokenizer can't be built: {reason}")
 
     def merges(self) -> list[tuple[str, str]]:
         """The merges, which must have been checked."""
@@ -140,9 +138,8 @@ def _byte_level(vocabulary: Vocabulary) -> Tokenizer:
     from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
 
     cuts = [Split(Regex(pattern), behavior="isolated") for pattern in vocabulary.cuts]
-    whole = vocabulary.pre in WHOLE_WORDS_FIRST
+    whole, prefix = vocabulary.pre in WHOLE_WORDS_FIRST, bool(vocabulary.found.get("add_space_prefix"))
     backend = Tokenizer(models.BPE(vocab=vocabulary.vocab, merges=vocabulary.merges(), ignore_merges=whole))
-    prefix = bool(vocabulary.found.get("add_space_prefix"))
     backend.pre_tokenizer = Sequence([*cuts, ByteLevel(add_prefix_space=prefix, use_regex=False)])
     return backend
 
@@ -177,8 +174,7 @@ def splits(name: str) -> tuple[str, ...]:
     if name not in _SPLITS:
         near = difflib.get_close_matches(name, _SPLITS, n=3)
         hint = f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(sorted(_SPLITS))}"
-        raise UnsupportedError(
-            f"the file's tokenizer uses the pre-tokenizer {name!r} (tokenizer.ggml.pre), which is not known; {hint}. "
-            "Guessing would give wrong ids: use the model's Hugging Face folder (tokenizer.json) instead"
-        )
+        message = f"the file's tokenizer uses the pre-tokenizer {name!r} (tokenizer.ggml.pre), which is not known; {hint}"
+        advice = "Guessing would give wrong ids: use the model's Hugging Face folder (tokenizer.json) instead"
+        raise UnsupportedError(f"{message}. {advice}")
     return _SPLITS[name]

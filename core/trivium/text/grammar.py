@@ -86,8 +86,7 @@ class Grammars:
                 future.set_exception(fault)
         compiled = future.result()
         if isinstance(compiled, str):
-            message = f"structured_outputs: this {kind} can't be used: {compiled}"
-            raise InvalidRequestError(message, param="structured_outputs")
+            raise InvalidRequestError(f"structured_outputs: this {kind} can't be used: {compiled}", param="structured_outputs")
         ends = self._mask(end_ids)
         return Matcher(compiled.deep_copy(), self._texts & ~ends, ends, end_ids, lambda: self._forget(spec))
 

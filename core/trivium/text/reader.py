@@ -71,11 +71,9 @@ def _chosen(choice: Any, schemas: Schemas) -> list[str]:
     named = choice.get("function") if isinstance(choice, Mapping) and choice.get("type") == "function" else None
     names: list[Any] = list(schemas) if choice == "required" else [named.get("name")] if isinstance(named, Mapping) else []
     if not names or not all(isinstance(name, str) and name in schemas for name in names):
-        raise _bad(
-            f'tool_choice must be "none", "auto", "required" or {{"type": "function", "function": {{"name": ...}}}} with one of '
-            f"the tools ({', '.join(schemas) or 'there are none'}), not {choice!r:.80}",
-            "tool_choice",
-        )
+        forms = '"none", "auto", "required" or {"type": "function", "function": {"name": ...}}'
+        known = ", ".join(schemas) or "there are none"
+        raise _bad(f"tool_choice must be {forms} with one of the tools ({known}), not {choice!r:.80}", "tool_choice")
     return names
 
 

@@ -168,10 +168,8 @@ class Tokenizer:
 
         source = self.template_source(template, with_tools)
         if source is None:
-            message = (
-                "the model has no chat template, perhaps it is not made for chat: generate from plain text, or pass a template"
-            )
-            raise TemplateError(message, param="chat_template")
+            message = "the model has no chat template, perhaps it is not made for chat"
+            raise TemplateError(f"{message}: generate from plain text, or pass a template", param="chat_template")
         if source not in self._compiled:
             compiled = ChatTemplate(source)
             self._compiled = dict([*self._compiled.items(), (source, compiled)][-8:])
@@ -269,10 +267,8 @@ class _Spelling:
         kinds = {step["type"] for step in steps}
         unknown = kinds - {"ByteLevel", "Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}
         if unknown or not kinds:
-            raise UnsupportedError(
-                f"the tokenizer's decoder ({', '.join(sorted(kinds)) or 'none'}) is not supported; "
-                "supported are byte-level and SentencePiece-like ones"
-            )
+            message = f"the tokenizer's decoder ({', '.join(sorted(kinds)) or 'none'}) is not supported"
+            raise UnsupportedError(f"{message}; supported are byte-level and SentencePiece-like ones")
         self._bytes = _byte_alphabet() if "ByteLevel" in kinds else None
         self._fallback = "ByteFallback" in kinds
         self._replace = [(step["pattern"]["String"], step["content"]) for step in steps if step["type"] == "Replace"]

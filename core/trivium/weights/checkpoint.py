@@ -93,10 +93,8 @@ def _open(path: Path) -> Checkpoint:
     if ggufs:
         raise CheckpointError(f"{path} holds several models ({', '.join(p.name for p in ggufs)}); give the path of one of them")
     if PICKLED & {p.suffix for p in (path, *path.glob("*"))}:
-        raise UnsupportedError(
-            f"{path}: pickled weights (.bin, .pt, .pth) can run any code when they are loaded, so they never are; "
-            "get the model as safetensors or GGUF, or convert it"
-        )
+        message = f"{path}: pickled weights (.bin, .pt, .pth) can run any code when they are loaded, so they never are"
+        raise UnsupportedError(f"{message}; get the model as safetensors or GGUF, or convert it")
     if path.is_dir():
         raise CheckpointError(f"{path} holds no model: there is neither a .safetensors nor a .gguf file; an incomplete download?")
     raise UnsupportedError(f"{path} is no model file; give the folder that has config.json and .safetensors files, or a .gguf file")

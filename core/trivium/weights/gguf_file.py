@@ -164,9 +164,8 @@ def _read_info(reader: _Reader) -> tuple[str, TensorInfo]:
     if 0 in shape:
         raise reader.fail(f"the tensor {name!r} has the shape {list(shape)}")
     if kind not in GGML_TYPES:
-        raise UnsupportedError(
-            f"{reader.path}: the tensor {name!r} has the type id {kind}, which can't be decoded; convert the model to another type"
-        )
+        message = f"{reader.path}: the tensor {name!r} has the type id {kind}, which can't be decoded"
+        raise UnsupportedError(f"{message}; convert the model to another type")
     try:
         return name, TensorInfo(shape, GGML_TYPES[kind], start, start + stored_bytes(shape, GGML_TYPES[kind]))
     except CheckpointError as e:

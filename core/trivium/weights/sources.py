@@ -50,10 +50,8 @@ def resolve(model: str, *, cache_dir: str | Path | None = None, progress: bool =
         return fetch_hugging_face(source.removeprefix("hf:"), None if cache_dir is None else cache / "hf", progress)
     cached = [folder.name.replace("--", ":", 1).replace("--", "/") for folder in cache.glob("*--*/")]
     near = " or ".join(difflib.get_close_matches(model, [*ALIASES, *cached], n=3, cutoff=0.5))
-    raise ModelNotFoundError(
-        f"no model {model!r}{f'; did you mean {near}?' if near else '.'} Possible are a path that exists, {', '.join(ALIASES)}, "
-        "hf:ORG/NAME, modelscope:ORG/NAME, pypi:PACKAGE"
-    )
+    possible = f"a path that exists, {', '.join(ALIASES)}, hf:ORG/NAME, modelscope:ORG/NAME, pypi:PACKAGE"
+    raise ModelNotFoundError(f"no model {model!r}{f'; did you mean {near}?' if near else '.'} Possible are {possible}")
 
 
 def sha256(path: Path) -> str:

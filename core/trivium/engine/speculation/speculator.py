@@ -179,9 +179,8 @@ class Speculator:
         if not wanted or not self._costs.knows(known):
             return [0] * len(wanted)
         records = [self._records[plan.entries[at].seq] for at in wanted]
-        ranked = sorted(
-            (-(records[i].rate ** place), place, i) for i, most in enumerate(wanted.values()) for place in range(1, most + 1)
-        )
+        places = ((i, place) for i, most in enumerate(wanted.values()) for place in range(1, most + 1))
+        ranked = sorted((-(records[i].rate ** place), place, i) for i, place in places)
         limits = [0] * len(records)
         for _, place, i in ranked[: self._costs.best(known, [-chance for chance, _, _ in ranked], [p for _, p, _ in ranked])]:
             limits[i] = place
