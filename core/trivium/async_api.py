@@ -82,8 +82,7 @@ class AsyncLLM(Opened, contextlib.AbstractAsyncContextManager["AsyncLLM"]):
         return [likelihood(output) for output in await self._complete(requests)]
 
     async def _complete(self, requests: Sequence[Request]) -> list[RequestOutput]:
-        run = self.async_engine.generate
-        tasks = [asyncio.ensure_future(run(request.ids, request.params, **request.options)) for request in requests]
+        tasks = [asyncio.ensure_future(self.async_engine.generate(r.ids, r.params, **r.options)) for r in requests]
         try:
             return checked(list(await asyncio.gather(*tasks)))
         finally:

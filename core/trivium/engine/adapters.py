@@ -97,15 +97,14 @@ class Adapters:
     def place(self, wanted: Sequence[Adapter | None], held: Collection[Adapter | None]) -> I32:
         """int32[len(wanted)], the slot of each, -1 for None; those that have none are written to the device, never over one of
         `held`. Not while a step runs."""
-        for adapter in dict.fromkeys(wanted):
-            if adapter is not None and adapter not in self._resident:
+        for adapter in dict.fromkeys(adapter for adapter in wanted if adapter is not None):
+            if adapter not in self._resident:
                 victim = None if self._free else next(a for a in self._resident if a not in held)
                 slot = self._free.pop() if victim is None else self._resident.pop(victim)
                 self._free.append(slot)
                 self._write(adapter, slot)
                 self._resident[adapter] = self._free.pop()
-            if adapter is not None:
-                self._resident.move_to_end(adapter)
+            self._resident.move_to_end(adapter)
         return np.array([-1 if adapter is None else self._resident[adapter] for adapter in wanted], np.int32)
 
     def read(self, path: str | PathLike[str]) -> Adapter:

@@ -129,12 +129,10 @@ class Builder(Recorder):
 
 def bind_attrs(op: Operator, attrs: Mapping[str, Any]) -> dict[str, Any]:
     """All attributes of a call, defaults filled in; ProgramError for an unknown or a missing one."""
-    unknown = attrs.keys() - op.attrs.keys()
-    if unknown:
+    if unknown := attrs.keys() - op.attrs.keys():
         raise ProgramError(f"{op.name} has no attribute {', '.join(sorted(unknown))}; it has {', '.join(op.attrs) or 'none'}")
     bound = {**op.attrs, **attrs}
-    missing = [k for k, v in bound.items() if v is REQUIRED]
-    if missing:
+    if missing := [k for k, v in bound.items() if v is REQUIRED]:
         raise ProgramError(f"{op.name}: the attribute {', '.join(missing)} must be given")
     return bound
 

@@ -55,8 +55,7 @@ def trace(pattern: Pattern) -> PatternGraph:
     calls, outputs = tracer.recorded(), returned if isinstance(returned, tuple) else (returned,)
     read = {v for c in calls for v in c.args}
     captured = {v.name for c in calls for v in c.attrs.values() if isinstance(v, Captured)}
-    unused = [p.name for p in params if p not in read] + [name for name in attrs if name not in captured]
-    if unused:
+    if unused := [p.name for p in params if p not in read] + [name for name in attrs if name not in captured]:
         raise ProgramError(f"pattern {pattern.name}: nothing inside uses {', '.join(unused)}")
     return PatternGraph(pattern, params, tuple(calls), outputs, _connected(pattern.name, calls))
 

@@ -37,9 +37,8 @@ class _Settings(NamedTuple):
         value = self.parameters.get(name)
         value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-            kind = self.parameters["rope_type"]
-            message = f"rope parameters of type {kind!r} need a positive number {name}; the model says {value!r}"
-            raise CheckpointError(message, param=name)
+            message = f"rope parameters of type {self.parameters['rope_type']!r} need a positive number {name}"
+            raise CheckpointError(f"{message}; the model says {value!r}", param=name)
         return float(value)
 
     def list_of(self, name: str) -> Array:

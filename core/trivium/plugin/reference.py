@@ -125,8 +125,7 @@ class ReferenceBackend(Backend):
         return [Kernel(name, _runner(name), f"numpy {name}") for name in OPERATORS]
 
     def open(self, device: Device, options: Mapping[str, Any]) -> Session:
-        unknown = options.keys() - _OPTIONS
-        if unknown:
+        if unknown := options.keys() - _OPTIONS:
             known = ", ".join(sorted(_OPTIONS))
             raise InvalidRequestError(f"the reference backend has no option {', '.join(sorted(unknown))}; it has {known}")
         return ReferenceSession(self.kernels(device), strict=bool(options.get("strict")))

@@ -171,8 +171,7 @@ class Tokenizer:
             message = "the model has no chat template, perhaps it is not made for chat"
             raise TemplateError(f"{message}: generate from plain text, or pass a template", param="chat_template")
         if source not in self._compiled:
-            compiled = ChatTemplate(source)
-            self._compiled = dict([*self._compiled.items(), (source, compiled)][-8:])
+            self._compiled = dict([*self._compiled.items(), (source, ChatTemplate(source))][-8:])
         return self._compiled[source]
 
 
