@@ -1,4 +1,4 @@
-"""The figures of the README, measured in one run through the `trivium bench` command. Run it on an idle machine.
+"""trivium alone on the CPU, every axis, measured in one run through the `trivium bench` command. Run it on an idle machine.
 
 python benchmarks/figures.py [--json | --markdown] [--repeat N] [MODEL ...]
 """
@@ -47,7 +47,7 @@ def measure(model: str, repeat: int) -> dict[str, Any]:
 
 
 def table(results: dict[str, dict[str, Any]]) -> str:
-    """The README's table."""
+    """A line an axis, a column a model."""
     lines = ["| | " + " | ".join(results) + " |", "| --- " * (len(results) + 1) + "|"]
     lines += [f"| {name} | " + " | ".join(show(r) for r in results.values()) + " |" for name, show in ROWS.items()]
     return "\n".join(lines)
