@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from importlib.metadata import entry_points
 from typing import Any
 
 import numpy as np
@@ -12,6 +11,7 @@ import numpy.typing as npt
 from trivium.errors import InvalidRequestError
 from trivium.plugin.guard import blame
 from trivium.plugin.hooks import PROCESSORS, LogitsProcessor, ProcessorFactory
+from trivium.plugin.installed import entry_points
 from trivium.plugin.registry import call_hook
 
 Biases = tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]
@@ -44,10 +44,10 @@ class Processors:
 
 
 def _load(name: str) -> ProcessorFactory:
-    installed = entry_points(group=PROCESSORS)
+    installed = entry_points(PROCESSORS)
     found = [e for e in installed if e.name == name]
     if len(found) != 1:
-        known = ", ".join(sorted(installed.names)) or "none"
+        known = ", ".join(sorted({e.name for e in installed})) or "none"
         reason = "no logits processor is" if not found else "two logits processors are"
         raise InvalidRequestError(f"{reason} called {name!r}; installed: {known}", param="logits_processors")
     with blame(f"logits processor {name!r}: loading it"):

@@ -11,7 +11,6 @@ import threading
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.metadata import EntryPoint, entry_points
 from typing import Any, NamedTuple
 
 import pluggy
@@ -20,6 +19,7 @@ from trivium.errors import BackendNotFoundError, BackendUnavailableError, Plugin
 from trivium.plugin.contract import API_VERSION, Backend, Device, Probe
 from trivium.plugin.guard import blame
 from trivium.plugin.hooks import PROJECT, Hooks
+from trivium.plugin.installed import EntryPoint, entry_points
 
 OLDEST_API_VERSION = max(1, API_VERSION - 1)
 _LACKS = "embeddings, adapters and later sampling parameters are refused on it, and it captures no graphs"
@@ -53,7 +53,7 @@ class Plugin:
 
     @property
     def distributions(self) -> tuple[str, ...]:
-        return tuple(f"{e.dist.name} {e.dist.version}" if e.dist else "unknown" for e in self.entry_points)
+        return tuple(e.distribution for e in self.entry_points)
 
     def load(self) -> Backend:
         """Imports the plugin and checks its Backend against the contract; raises PluginError with the reason."""
@@ -125,10 +125,10 @@ def _probe(backend: Backend) -> Probe:
 
 def find_plugins() -> dict[str, Plugin]:
     """All installed plugins by name; imports none of them."""
-    by_name: dict[str, dict[tuple[str, str], EntryPoint]] = {}
-    for e in entry_points(group=PROJECT):
-        by_name.setdefault(e.name, {})[(e.dist.name if e.dist else "", e.value)] = e
-    return {name: Plugin(name, tuple(found.values())) for name, found in sorted(by_name.items())}
+    by_name: dict[str, dict[EntryPoint, None]] = {}
+    for entry_point in entry_points(PROJECT):
+        by_name.setdefault(entry_point.name, {})[entry_point] = None
+    return {name: Plugin(name, tuple(found)) for name, found in sorted(by_name.items())}
 
 
 def find_backends() -> list[Status]:
