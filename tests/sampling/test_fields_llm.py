@@ -213,7 +213,7 @@ def test_a_processor_that_fails_ends_its_own_request_only(llm, plugins, how):
     assert ids_of(good) == alone and good.error is None
     assert len(ids_of(bad)) == 2 and bad.outputs[0].finish_reason == "error"
     assert isinstance(bad.error, InvalidRequestError if how == "ban" else PluginError)
-    assert ("no token is left" if how == "ban" else "logits processor 'faulty' failed") in str(bad.error)
+    assert ("no token is left" if how == "ban" else "logits processor 'faulty' (shouting 1.0) failed") in str(bad.error)
     [fine] = llm.generate([PROMPT], dataclasses.replace(GREEDY, logits_processors={"faulty": "fine"}))
     assert ids_of(fine) == alone
 

@@ -9,8 +9,9 @@ from trivium.conformance import formats, fusions, models, operators, pages, rule
 from trivium.conformance.lab import Lab
 from trivium.conformance.report import Check, Report, Row
 from trivium.errors import BackendUnavailableError, InvalidRequestError
+from trivium.extensions import blame
 from trivium.plugin import resolve
-from trivium.plugin.guard import blame, capabilities_of, kernels_of
+from trivium.plugin.guard import capabilities_of, kernels_of
 
 AREAS: Mapping[str, Callable[[Lab], Iterator[Check]]] = {
     "rules": rules.checks,

@@ -15,13 +15,14 @@ from typing import Any, NamedTuple
 from trivium.errors import CapacityError, CheckpointError, InvalidRequestError, UnsupportedError
 from trivium.engine.adapters import Adapters
 from trivium.engine.executor import Model
+from trivium.extensions import blame, expect
 from trivium.kv import Layout, plan_groups
 from trivium.kv.neutral import rotations
 from trivium.models import build, describe
 from trivium.models.lora import Target, with_lora
 from trivium.ops import Constant, Group, KVSpec, Program, Weight, rewrite
 from trivium.plugin import Backend, Capabilities, Device, Executable, Session, WeightFormat, resolve as resolve_backend
-from trivium.plugin.guard import blame, capabilities_of, expect, kernels_of
+from trivium.plugin.guard import capabilities_of, kernels_of
 from trivium.plugin.select import accepts, patterns
 from trivium.text import Tokenizer
 from trivium.weights import Checkpoint, open_checkpoint, resolve as resolve_model
@@ -142,11 +143,6 @@ def plan(
     _check_choice("kv_dtype", options.kv_dtype, capabilities.kv_dtypes, capabilities)
     path = resolve_model(model, progress=progress)
     checkpoint = open_checkpoint(path)
-    quantised = checkpoint.config.get("quantization_config")
-    if quantised is not None:
-        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
-        message = f"{path} is quantised by {method}, which can't be read; take the model's unquantised files or a GGUF file"
-        raise UnsupportedError(message)
     positions = describe(checkpoint.config).max_positions
     max_model_len = options.max_model_len or positions
     if max_model_len > positions:

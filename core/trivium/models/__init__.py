@@ -1,4 +1,7 @@
-"""Model families: a checkpoint's configuration -> a Program over the operator set. No file here knows a backend."""
+"""Model families: a checkpoint's configuration -> a Program over the operator set. No file here knows a backend.
+
+The families of this package have no privilege: those of plugins (see plugin/hooks.py) are built from the same names, `__all__`.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +10,25 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from trivium.errors import CheckpointError, UnsupportedError
+from trivium.extensions import blame, find, installed
 from trivium.models import gemma, llama
-from trivium.models.config import ModelInfo, RawConfig, flatten, read_info
+from trivium.models.config import ModelInfo, RawConfig, count, flag, flatten, number, read_info, table
+from trivium.models.decoder import Decoder
 from trivium.ops import Program
 
-__all__ = ["ARCHITECTURES", "Family", "ModelInfo", "build", "describe"]
+__all__ = [
+    "ARCHITECTURES", "Decoder", "Family", "ModelInfo", "RawConfig", "build", "count", "describe", "flag", "number", "read_info",
+    "table",
+]  # fmt: skip
 
 
 class Family(NamedTuple):
-    """`build(info, max_model_len)` traces the Program; `defaults`: what configuration files of the family may leave out."""
+    """`build(info, max_model_len)` traces the Program; `defaults`: what configuration files of the family may leave out;
+    `read(architecture, configuration with defaults)`: the checked sizes, for a family that writes them under other keys."""
 
     build: Callable[[ModelInfo, int | None], Program]
     defaults: RawConfig
+    read: Callable[[str, RawConfig], ModelInfo] = read_info
 
 
 ARCHITECTURES: Mapping[str, Family] = {
@@ -38,8 +48,8 @@ def describe(config: RawConfig) -> ModelInfo:
     Raises UnsupportedError for an unknown architecture (with the nearest known one) and CheckpointError, which names the key,
     for a configuration that can't be true.
     """
-    architecture = _architecture(config)
-    return read_info(architecture, flatten(config, ARCHITECTURES[architecture].defaults))
+    architecture, family = _family(config)
+    return family.read(architecture, flatten(config, family.defaults))
 
 
 def build(config: RawConfig, *, max_model_len: int | None = None) -> Program:
@@ -49,17 +59,20 @@ def build(config: RawConfig, *, max_model_len: int | None = None) -> Program:
     `max_model_len`: the longest context that will be used, in tokens (default: what the model allows); frequency tables that
     depend on the length (LongRoPE, dynamic) are chosen by it. Raises as `describe`.
     """
-    info = describe(config)
-    return ARCHITECTURES[info.architecture].build(info, max_model_len)
+    return _family(config)[1].build(describe(config), max_model_len)
 
 
-def _architecture(config: RawConfig) -> str:
+def _family(config: RawConfig) -> tuple[str, Family]:
     names = config.get("architectures")
     if not isinstance(names, list | tuple) or not names or not isinstance(names[0], str):
         raise CheckpointError(f"the configuration's 'architectures' must be a list of names, not {names!r}", param="architectures")
     if names[0] in ARCHITECTURES:
-        return names[0]
-    near = difflib.get_close_matches(names[0], ARCHITECTURES, 1, 0.75)
+        return names[0], ARCHITECTURES[names[0]]
+    family, what = find("model", names[0], Family)
+    if family is not None:
+        return names[0], Family(blame(what)(family.build), family.defaults, blame(what)(family.read))
+    known = [*ARCHITECTURES, *installed("model")]
+    near = difflib.get_close_matches(names[0], known, 1, 0.75)
     hint = f"; did you mean {near[0]}?" if near else "."
-    raise UnsupportedError(f"architecture {names[0]!r} is not supported{hint} Supported are {', '.join(ARCHITECTURES)}",
+    raise UnsupportedError(f"architecture {names[0]!r} is not supported{hint} Supported are {', '.join(known)}",
                            param="architectures")  # fmt: skip

@@ -1,14 +1,13 @@
-"""What a plugin says and raises, held to the contract: a fault of a plugin is a PluginError with its name and reason."""
+"""What a backend says of itself, held to the contract: a fault of a plugin is a PluginError with its name and reason."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from types import UnionType
 from typing import Any
 
-from trivium.errors import PluginError, ProgramError, TriviumError
+from trivium.errors import PluginError
+from trivium.extensions import blame, expect
 from trivium.ops import Pattern
 from trivium.ops.patterns import trace
 from trivium.plugin.contract import Backend, Capabilities, Device, Kernel, WeightFormat
@@ -18,25 +17,6 @@ _VERSION_1 = frozenset((
     "allowed_token_ids", "bad_words", "min_tokens", "logprobs", "prompt_logprobs", "structured_outputs",
 ))  # fmt: skip
 """What "all" sampling parameters were to a plugin of version 1: its sampler reads no other columns of SampleInputs."""
-
-
-@contextlib.contextmanager
-def blame(what: str) -> Iterator[None]:
-    """Whatever is raised inside becomes a PluginError: `what` failed, and why. Interrupts pass, and so do TriviumErrors, except
-    ProgramError: the Programs that plugins make are their patterns."""
-    try:
-        yield
-    except (Exception, SystemExit) as e:
-        if isinstance(e, TriviumError) and not isinstance(e, ProgramError):
-            raise
-        raise PluginError(f"{what} failed: {type(e).__name__}: {e}") from e
-
-
-def expect(kind: type | UnionType, value: Any, what: str) -> Any:
-    """`value`, which `what` gave; PluginError if it is of another kind."""
-    if not isinstance(value, kind):
-        raise PluginError(f"{what} returned a {type(value).__name__}, not a {getattr(kind, '__name__', kind)}")
-    return value
 
 
 def capabilities_of(backend: Backend, device: Device) -> Capabilities:

@@ -9,10 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from trivium.errors import InvalidRequestError
-from trivium.plugin.guard import blame
-from trivium.plugin.hooks import PROCESSORS, LogitsProcessor, ProcessorFactory
-from trivium.plugin.installed import entry_points
-from trivium.plugin.registry import call_hook
+from trivium.extensions import blame, find, installed
+from trivium.plugin.hooks import LogitsProcessor, ProcessorFactory
 
 Biases = tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]
 
@@ -22,7 +20,7 @@ class Processors:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._loaded: dict[str, ProcessorFactory] = {}
+        self._loaded: dict[str, tuple[ProcessorFactory | None, str]] = {}
 
     def make(self, wanted: Mapping[str, Any], vocab_size: int) -> list[Callable[..., Biases | None]]:
         """The processors of one request by name and arguments, in that order. Raises InvalidRequestError for an unknown name and
@@ -31,28 +29,19 @@ class Processors:
 
     def _make(self, name: str, arguments: Any, vocab_size: int) -> Callable[..., Biases | None]:
         if name not in self._loaded:
-            self._loaded[name] = _load(name)
-        what = f"logits processor {name!r}"
+            self._loaded[name] = find("logits_processor", name)
+        factory, what = self._loaded[name]
+        if factory is None:
+            known = ", ".join(installed("logits_processor")) or "none"
+            raise InvalidRequestError(f"no logits processor is called {name!r}; installed: {known}", param="logits_processors")
         with blame(what):
-            processor = self._loaded[name](arguments, self._tokenizer)
+            processor = factory(arguments, self._tokenizer)
 
         def guarded(prompt_ids: Sequence[int], output_ids: Sequence[int]) -> Biases | None:
             with blame(what):
                 return _checked(processor, prompt_ids, output_ids, vocab_size)
 
         return guarded
-
-
-def _load(name: str) -> ProcessorFactory:
-    installed = entry_points(PROCESSORS)
-    found = [e for e in installed if e.name == name]
-    if len(found) != 1:
-        known = ", ".join(sorted({e.name for e in installed})) or "none"
-        reason = "no logits processor is" if not found else "two logits processors are"
-        raise InvalidRequestError(f"{reason} called {name!r}; installed: {known}", param="logits_processors")
-    with blame(f"logits processor {name!r}: loading it"):
-        factory: ProcessorFactory = call_hook(found[0].load(), "trivium_logits_processor")
-    return factory
 
 
 def _checked(processor: LogitsProcessor, prompt_ids: Sequence[int], output_ids: Sequence[int], vocab_size: int) -> Biases | None:

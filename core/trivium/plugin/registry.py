@@ -10,16 +10,11 @@ import sys
 import threading
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import pluggy
-
 from trivium.errors import BackendNotFoundError, BackendUnavailableError, PluginError, TriviumError
+from trivium.extensions import Extension, installed
 from trivium.plugin.contract import API_VERSION, Backend, Device, Probe
-from trivium.plugin.guard import blame
-from trivium.plugin.hooks import PROJECT, Hooks
-from trivium.plugin.installed import EntryPoint, entry_points
 
 OLDEST_API_VERSION = max(1, API_VERSION - 1)
 _LACKS = "embeddings, adapters and later sampling parameters are refused on it, and it captures no graphs"
@@ -44,23 +39,12 @@ class Status(NamedTuple):
         return {**self._asdict(), "devices": devices, "available": bool(self.devices)}
 
 
-@dataclass(frozen=True)
-class Plugin:
-    """An entry point of the group `trivium`, not yet imported. `distributions`: who claims the name."""
-
-    name: str
-    entry_points: tuple[EntryPoint, ...]
-
-    @property
-    def distributions(self) -> tuple[str, ...]:
-        return tuple(e.distribution for e in self.entry_points)
+class Plugin(Extension):
+    """An entry point of the group `trivium`."""
 
     def load(self) -> Backend:
         """Imports the plugin and checks its Backend against the contract; raises PluginError with the reason."""
-        if len(self.entry_points) > 1:
-            raise PluginError(f"two plugins are called {self.name!r}: {' and '.join(self.distributions)}; uninstall one")
-        with blame(f"plugin {self.name!r} ({self.distributions[0]}): loading it"), contextlib.redirect_stdout(sys.stderr):
-            return _checked(self, call_hook(self.entry_points[0].load(), "trivium_backend"))
+        return _checked(self, super().load())
 
     def status(self) -> Status:
         """Loads and probes; never raises."""
@@ -72,19 +56,8 @@ class Plugin:
         return Status(self.name, self.distributions[0], backend.version, probe.devices, probe.reason)
 
 
-def call_hook(module: Any, name: str) -> Any:
-    """What the plugin `module` returns from the hook `name`; PluginError unless it implements it once."""
-    manager = pluggy.PluginManager(PROJECT)
-    manager.add_hookspecs(Hooks)
-    manager.register(module)
-    found = getattr(manager.hook, name)()
-    if len(found) != 1:
-        raise PluginError(f"{module!r} must implement the hook {name}() once; it returned {len(found)} objects")
-    return found[0]
-
-
 def _checked(plugin: Plugin, backend: Any) -> Backend:
-    where = f"plugin {plugin.name!r} ({plugin.distributions[0]})"
+    where = str(plugin)
     version = getattr(backend, "api_version", None)
     accepted = " and ".join(map(str, range(OLDEST_API_VERSION, API_VERSION + 1)))
     if type(version) is not int or not OLDEST_API_VERSION <= version <= API_VERSION:
@@ -125,10 +98,7 @@ def _probe(backend: Backend) -> Probe:
 
 def find_plugins() -> dict[str, Plugin]:
     """All installed plugins by name; imports none of them."""
-    by_name: dict[str, dict[EntryPoint, None]] = {}
-    for entry_point in entry_points(PROJECT):
-        by_name.setdefault(entry_point.name, {})[entry_point] = None
-    return {name: Plugin(name, tuple(found)) for name, found in sorted(by_name.items())}
+    return {name: Plugin("backend", name, found.entry_points) for name, found in installed("backend").items()}
 
 
 def find_backends() -> list[Status]:

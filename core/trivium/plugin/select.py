@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from trivium.extensions import blame, expect
 from trivium.ops import Call, Pattern, Program
 from trivium.plugin.contract import Kernel
-from trivium.plugin.guard import blame, expect
 
 
 class Choice(NamedTuple):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from trivium.errors import InvalidRequestError
 from trivium.text.parser import OutputParser
-from trivium.text.syntaxes import MAX_NAME, REASONING, TOOLS, ReasoningSyntax, Schemas, ToolSyntax, choose, is_name
+from trivium.text.syntaxes import MAX_NAME, REASONING, TOOLS, ReasoningSyntax, Schemas, ToolSyntax, choose, is_name, recognized
 
 if TYPE_CHECKING:
     from trivium.text.tokenizer import Tokenizer
@@ -98,8 +98,10 @@ def _moved(schema: Any, root: str) -> Any:
 
 @dataclass(frozen=True)
 class Reader:
-    """How the answers of one chat are read. shown: special tokens that the text must show, as the parser needs them."""
+    """How the answers of one chat are read. names: of the syntaxes. shown: special tokens that the text must show, as the parser
+    needs them."""
 
+    names: tuple[str | None, str | None]
     tools: ToolSyntax | None
     reasoning: ReasoningSyntax | None
     inside: bool
@@ -113,32 +115,30 @@ class Reader:
     ) -> Reader:  # fmt: skip
         """For a prompt that the template in `source` made. Tool calls are looked for only where tools were offered; a forced call
         is read as bare JSON and has no reasoning before it. `tool_parser`, `reasoning`: as `syntaxes.choose`."""
-        calls = TOOLS["json"] if use.forced else None
+        calls = "json" if use.forced else None
         if use.schemas and tool_parser and not calls:
-            calls = choose(TOOLS, tool_parser, source, "tool_parser") or TOOLS["json"]
-        thoughts = None if use.forced else choose(REASONING, reasoning, source, "reasoning_parser")
+            calls = recognized(TOOLS, tool_parser, source) or "json"
+        thoughts = None if use.forced else recognized(REASONING, reasoning, source)
         tail = tokenizer.decode(prompt_ids[-_TAIL:], skip_special_tokens=False)
-        return cls._made(tokenizer, calls, thoughts, thoughts is not None and thoughts.opened_by(tail), use.schemas)
+        return cls._made(tokenizer, calls, thoughts, tail, use.schemas)
 
     @classmethod
-    def _made(
-        cls, tokenizer: Tokenizer, calls: ToolSyntax | None, thoughts: ReasoningSyntax | None, inside: bool, schemas: Schemas
-    ) -> Reader:
-        markers = [*(calls.markers() if calls else ()), *(thoughts.markers() if thoughts else ())]
-        return cls(calls, thoughts, inside, schemas, tokenizer.special_ids_in(markers))
+    def _made(cls, tokenizer: Tokenizer, calls: str | None, thoughts: str | None, tail: str | bool, schemas: Schemas) -> Reader:
+        """tail: the end of the prompt, or whether it opens reasoning."""
+        tools, reasoning = choose(TOOLS, calls, "", "tool_parser"), choose(REASONING, thoughts, "", "reasoning_parser")
+        markers = [*(tools.markers() if tools else ()), *(reasoning.markers() if reasoning else ())]
+        inside = tail if isinstance(tail, bool) else reasoning is not None and reasoning.opened_by(tail)
+        return cls((calls, thoughts), tools, reasoning, inside, schemas, tokenizer.special_ids_in(markers))
 
     def to_json(self) -> dict[str, Any]:
         """JSON data of which from_json() makes this reader."""
-        tools = next((name for name, syntax in TOOLS.items() if syntax is self.tools), None)
-        reasoning = next((name for name, syntax in REASONING.items() if syntax is self.reasoning), None)
-        return {"tools": tools, "reasoning": reasoning, "inside": self.inside, "schemas": self.schemas}
+        return {"tools": self.names[0], "reasoning": self.names[1], "inside": self.inside, "schemas": self.schemas}
 
     @classmethod
     def from_json(cls, said: Mapping[str, Any], tokenizer: Tokenizer) -> Reader:
         """Raises InvalidRequestError, or what a stranger's data trips over."""
         tools = [{"type": "function", "function": {"name": name, "parameters": s}} for name, s in said["schemas"].items()]
-        calls, thoughts = choose(TOOLS, said["tools"], "", "tools"), choose(REASONING, said["reasoning"], "", "reasoning")
-        return cls._made(tokenizer, calls, thoughts, said["inside"] is True, ToolUse.of(tools).schemas)
+        return cls._made(tokenizer, said["tools"], said["reasoning"], said["inside"] is True, ToolUse.of(tools).schemas)
 
     def parser(self) -> OutputParser:
         """A parser for one output."""

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from trivium.errors import InvalidRequestError
+from trivium.extensions import find, installed
 
 ARGUMENTS = ("arguments", "parameters")
 """Keys under which a call in JSON holds its arguments."""
@@ -183,11 +184,20 @@ REASONING: Mapping[str, ReasoningSyntax] = {
 _Syntax = TypeVar("_Syntax", ToolSyntax, ReasoningSyntax)
 
 
+def recognized(table: Mapping[str, _Syntax], name: str | None, source: str) -> str | None:
+    """`name`; for "auto" that of the table's first syntax which shows a sign in `source`."""
+    return name if name != "auto" else next((n for n, s in table.items() if any(sign in source for sign in s.signs)), None)
+
+
 def choose(table: Mapping[str, _Syntax], name: str | None, source: str, param: str) -> _Syntax | None:
-    """The syntax of that name; for "auto" the first that shows a sign in `source` (chat template and architecture); None for None.
-    InvalidRequestError, with the known names, for another name."""
-    if name == "auto":
-        return next((syntax for syntax in table.values() if any(sign in source for sign in syntax.signs)), None)
+    """The syntax of that name, the table's or a plugin's; for "auto" the table's first that shows a sign in `source` (chat template
+    and architecture); None for None. InvalidRequestError, with the known names, for another name. `param`: "tool_parser" or
+    "reasoning_parser"."""
+    name = recognized(table, name, source)
     if name is None or name in table:
         return table[name] if name else None
-    raise InvalidRequestError(f"{param} {name!r} is not known; possible are auto, None, {', '.join(table)}", param=param)
+    syntax: _Syntax | None = find(param, name, type(next(iter(table.values()))))[0]
+    if syntax is None:
+        known = ", ".join([*table, *installed(param)])
+        raise InvalidRequestError(f"{param} {name!r} is not known; possible are auto, None, {known}", param=param)
+    return syntax

@@ -6,9 +6,11 @@ import codecs
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trivium.errors import CheckpointError, InvalidRequestError, TemplateError, UnsupportedError
+from trivium.extensions import blame, expect, find
 from trivium.text import gguf
 
 if TYPE_CHECKING:
@@ -62,8 +64,8 @@ class Tokenizer:
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> Tokenizer:
-        """A tokenizer from what `Checkpoint.tokenizer_data()` returns: kind "json" or "gguf". What encodes is made when a text is
-        first encoded, where the rest can be known without it; check() finds what is wrong with it.
+        """A tokenizer from what `Checkpoint.tokenizer_data()` returns: kind "json", "gguf" or "plugin". What encodes is made when a
+        text is first encoded, where the rest can be known without it; check() finds what is wrong with it.
 
         Raises CheckpointError for damaged data and UnsupportedError for a kind that is not known.
         """
@@ -73,7 +75,8 @@ class Tokenizer:
             known = _Known(words.vocab.get, find, words.added, words.decoder, len(words.tokens), words.build, words.check)
             return cls(known, words.config(), data.get("chat_template"), words.ends)
         config = data.get("config") or {}
-        return cls(_read_json(data["tokenizer_json"], config), config, data.get("chat_template"), set())
+        backend = _from_plugin(data["path"], config) if data["kind"] == "plugin" else _from_json(data["tokenizer_json"])
+        return cls(_known(backend, config), config, data.get("chat_template"), set())
 
     def check(self) -> None:
         """Raises what encoding would, for whatever text, because of what the tokenizer is made from."""
@@ -208,13 +211,25 @@ class Detokenizer:
         return text
 
 
-def _read_json(text: str, config: Mapping[str, Any]) -> _Known:
+def _from_json(text: str) -> tokenizers.Tokenizer:
     import tokenizers
 
     try:
-        backend = tokenizers.Tokenizer.from_str(text)
+        return tokenizers.Tokenizer.from_str(text)
     except Exception as error:  # the package raises plain Exception
         raise CheckpointError(f"tokenizer.json can't be read: {error}") from error
+
+
+def _from_plugin(folder: Path, config: Mapping[str, Any]) -> tokenizers.Tokenizer:
+    import tokenizers
+
+    build, what = find("tokenizer", config["tokenizer_class"])
+    with blame(what):
+        built: tokenizers.Tokenizer = expect(tokenizers.Tokenizer, build(folder, config), what)
+    return built
+
+
+def _known(backend: tokenizers.Tokenizer, config: Mapping[str, Any]) -> _Known:
     backend.no_truncation()
     backend.no_padding()
     _add_configured_tokens(backend, config, _named(config, backend.token_to_id))

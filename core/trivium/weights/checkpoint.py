@@ -6,15 +6,15 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from trivium.errors import CheckpointError, UnsupportedError
+from trivium.extensions import blame, expect, find, installed
 from trivium.ops import Weight
 from trivium.weights import gguf_models
-from trivium.weights.formats import TensorFile
 from trivium.weights.gguf_file import GGUFFile
 from trivium.weights.safetensors import find_tensors, parse_json
 
@@ -30,7 +30,7 @@ _PREFIXES = (
 )
 
 Json = dict[str, Any]
-Stored = Mapping[str, tuple[TensorFile, str]]
+Tensors = Mapping[str, Callable[[], Weight]]
 
 
 @dataclass(frozen=True)
@@ -38,14 +38,14 @@ class Checkpoint:
     """A model as it lies on disk. Tensors are memory-mapped and read only when they are used.
 
     config and generation_config: as in config.json and generation_config.json. fingerprint: SHA-256 over configuration, headers and
-    samples of the data; cheap, and it tells models apart. _tensors: canonical name -> its file and its name there.
+    samples of the data; cheap, and it tells models apart. _tensors: by canonical name, each made when it is called.
     """
 
     path: Path
     config: Json
     generation_config: Json
     fingerprint: str
-    _tensors: Stored
+    _tensors: Tensors
     _tokenizer: Callable[[], Json]
 
     def names(self) -> Collection[str]:
@@ -58,12 +58,11 @@ class Checkpoint:
             name = EMBEDDING
         if name not in self._tensors:
             raise CheckpointError(f"{self.path} has no tensor {name!r}; an incomplete checkpoint, or another architecture?")
-        file, stored = self._tensors[name]
-        return file.weight(stored, name)
+        return self._tensors[name]()
 
     def tokenizer_data(self) -> Json:
-        """What a tokenizer is made of: {"kind": "json", "tokenizer_json", "config", "chat_template"} or
-        {"kind": "gguf", "metadata", "chat_template"}; CheckpointError if there is none."""
+        """What a tokenizer is made of: {"kind": "json", "tokenizer_json", "config", "chat_template"}, {"kind": "plugin", "path",
+        "config", "chat_template"} or {"kind": "gguf", "metadata", "chat_template"}; CheckpointError if there is none."""
         return self._tokenizer()
 
 
@@ -102,7 +101,7 @@ def _open(path: Path) -> Checkpoint:
 
 def _open_gguf(path: Path) -> Checkpoint:
     file = GGUFFile(path)
-    tensors: Stored = {name: (file, stored) for name, stored in gguf_models.map_names(file).items()}
+    tensors = {name: partial(file.weight, stored, name) for name, stored in gguf_models.map_names(file).items()}
     config, generation = gguf_models.read_config(file), gguf_models.token_ids(file)
     return Checkpoint(path, config, generation, file.fingerprint, tensors, partial(_gguf_tokenizer, file))
 
@@ -116,12 +115,14 @@ def _gguf_tokenizer(file: GGUFFile) -> Json:
 
 def _open_folder(folder: Path) -> Checkpoint:
     config, files = read_json(folder / "config.json"), find_tensors(folder)
-    tensors: dict[str, tuple[TensorFile, str]] = {}
+    tensors: dict[str, Callable[[], Weight]] = {}
     for stored, file in files.items():
         name = canonical_name(stored)
         if name in tensors:
             raise CheckpointError(f"{folder}: two tensors are {name!r}; one of them is called {stored!r}")
-        tensors[name] = (file, stored)
+        tensors[name] = partial(file.weight, stored, name)
+    if (quantised := config.get("quantization_config")) is not None:
+        tensors = _quantised(folder, quantised, tensors)
     text_config = config.get("text_config")
     levels = {"tie_word_embeddings": HEAD not in tensors} | config | (text_config if isinstance(text_config, dict) else {})
     config["tie_word_embeddings"] = levels["tie_word_embeddings"]
@@ -130,6 +131,23 @@ def _open_folder(folder: Path) -> Checkpoint:
     fingerprint = hashlib.sha256(json.dumps([config, parts], sort_keys=True).encode()).hexdigest()
     generation_config = read_json(generation) if generation.exists() else {}
     return Checkpoint(folder, config, generation_config, fingerprint, tensors, partial(_folder_tokenizer, folder))
+
+
+def _quantised(folder: Path, quantised: Any, tensors: Tensors) -> dict[str, Callable[[], Weight]]:
+    """The weights of a checkpoint whose format only a plugin can read. UnsupportedError if there is none."""
+    method = str(quantised.get("quant_method") if isinstance(quantised, dict) else quantised)
+    read, what = find("weight_format", method)
+    if read is None:
+        known, message = ", ".join(installed("weight_format")), f"{folder} is quantised by {method}, which can't be read"
+        raise UnsupportedError(f"{message}; take its unquantised files, a GGUF file, or a plugin (there is {known or 'none'})")
+    blamed = blame(what)
+
+    def make(name: str, weight: Callable[[], Weight]) -> Weight:
+        found: Weight = expect(Weight, blamed(weight)(), f"{what}: {name}")
+        return replace(found, name=name, decoder=blamed(found.decoder))
+
+    with blame(what):
+        return {name: partial(make, name, weight) for name, weight in read(quantised, tensors).items()}
 
 
 def canonical_name(name: str) -> str:
@@ -163,4 +181,7 @@ def _folder_tokenizer(folder: Path) -> Json:
     if isinstance(template, list):
         named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
         template = named.get("default", next(iter(named.values()), None))
-    return {"kind": "json", "tokenizer_json": _read_text(folder / "tokenizer.json"), "config": config, "chat_template": template}
+    data: Json = {"config": config, "chat_template": template}
+    if not (folder / "tokenizer.json").exists() and config.get("tokenizer_class") in installed("tokenizer"):
+        return data | {"kind": "plugin", "path": folder}
+    return data | {"kind": "json", "tokenizer_json": _read_text(folder / "tokenizer.json")}

