@@ -107,7 +107,8 @@ def find_backends() -> list[Status]:
 
 
 def resolve(name: str = "auto") -> tuple[Backend, Device]:
-    """The backend and device for a user's word: "auto", "cpu", "cpu:0" (index) or "chip:name" (device name).
+    """The backend and device for a user's word: "auto", "cpu", "cpu:0" (index), "chip:name" (device name) or "chip:kind" (what
+    stands before a colon in names like "kind:1": the first such device).
 
     "auto" takes the available backend of the highest priority. A backend asked for by name is never replaced by another:
     BackendNotFoundError for an unknown name, BackendUnavailableError (with its own reason) for one without devices.
@@ -144,7 +145,7 @@ def _pick(base: str, devices: Sequence[Device], wanted: str) -> Device:
     if not wanted:
         return devices[0]
     for device in devices:
-        if wanted in (str(device.index), device.name):
+        if wanted in (str(device.index), device.name, device.name.partition(":")[0]):
             return device
     known = ", ".join(f"{base}:{d.index} ({d.name})" for d in devices)
     raise BackendNotFoundError(f"backend {base!r} has no device {wanted!r}; there is {known}", param="backend")

@@ -1,0 +1,141 @@
+"""Attention over pages: those sequences together that have as many queries and keys of like number.
+
+Each such span gathers its keys and values from the pool (2 * K * kv_heads * n numbers a sequence, read once and written once) and is
+one batched matrix product for scores and one for values, 4 * Q * K * heads * n operations a sequence. The query heads that share a
+key head are rows of one product. Computed in float32 whatever the dtypes are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from trivium.ops import Call
+from trivium_torch.kernels.dense import F32, Args, Attrs, full_rows
+from trivium_torch.pages import Floats, Paged, Span
+from trivium_torch.session import TorchSession
+
+
+def store(pool: Floats, kv: Paged, x: Tensor) -> None:
+    """Writes rows[tokens, heads, n] to the step's slots."""
+    kept, slots = kv.step.writes()
+    pool.write(slots, x if kept is None else x[kept])
+
+
+def kv_write(session: TorchSession, args: Args, attrs: Attrs) -> Paged:
+    kv: Paged = args[0]
+    store(kv.k, kv, args[1])
+    store(kv.v, kv, args[2])
+    return kv
+
+
+def latent_write(session: TorchSession, args: Args, attrs: Attrs) -> Paged:
+    kv: Paged = args[0]
+    store(kv.k, kv, args[1][:, None])
+    store(kv.v, kv, args[2][:, None])
+    return kv
+
+
+def queries(q: Tensor, span: Span, kv_heads: int) -> Tensor:
+    """q[tokens, heads, n] as [kv_heads, N, repeat * Q, n]."""
+    n, count = span.rows.shape
+    found = q[span.rows].view(n, count, kv_heads, -1, q.shape[-1])
+    return found.permute(2, 0, 3, 1, 4).reshape(kv_heads, n, -1, q.shape[-1])
+
+
+def answers(y: Tensor, span: Span) -> Tensor:
+    """[kv_heads, N, repeat * Q, n] as [N * Q, heads, n]."""
+    kv_heads, (n, count), width = len(y), span.rows.shape, y.shape[-1]
+    return y.view(kv_heads, n, -1, count, width).permute(1, 3, 0, 2, 4).reshape(n * count, -1, width)
+
+
+def attend(
+    session: TorchSession, q: Tensor, k: Tensor, v: Tensor, span: Span, *, scale: float, softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """softmax(scale · q · kᵀ) · v of q[g, N, R, n], k[g, N, K, n], v[g, N, K, m], all float32; sinks[g, R]."""
+    wide = full_rows(session, q)
+    scores = torch.matmul(wide, k.transpose(-1, -2))[:, :, : q.shape[2]] * scale
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    if span.mask is not None:
+        scores = scores.masked_fill(~span.mask, -torch.inf)
+    weights = scores.softmax(dim=-1) if sinks is None else with_sink(scores, sinks)
+    return torch.matmul(full_rows(session, weights), v)[:, :, : q.shape[2]]
+
+
+def with_sink(scores: Tensor, sinks: Tensor) -> Tensor:
+    """softmax over the scores and one more, sinks[g, R], that carries no value."""
+    first = sinks[:, None, :, None].expand(*scores.shape[:-1], 1)
+    return torch.cat([first, scores], dim=-1).softmax(dim=-1)[..., 1:]
+
+
+def each_span(kv: Paged, q: Tensor, kv_heads: int, attrs: Attrs) -> Iterator[Span]:
+    """The step's spans, for the heads that share a key head."""
+    yield from kv.step.spans(attrs.get("window"), attrs.get("causal", True), q.shape[1] // kv_heads)
+
+
+def paged_attention(session: TorchSession, args: Args, attrs: Attrs) -> Tensor:
+    q, kv, _, _, sinks = args
+    kv_heads = kv.k.parts[0].shape[0]
+
+    def one(span: Span) -> Tensor:
+        k, v = kv.k.read(span.index).to(F32), kv.v.read(span.index).to(F32)
+        rows = None if sinks is None else sinks.to(F32).view(kv_heads, -1).repeat_interleave(span.rows.shape[1], dim=1)
+        return attend(session, queries(q, span, kv_heads).to(F32), k, v, span, scale=attrs["scale"], softcap=attrs["softcap"], sinks=rows)
+
+    return over_spans(q, kv, kv_heads, attrs, one)
+
+
+def over_spans(q: Tensor, kv: Paged, kv_heads: int, attrs: Attrs, one: Callable[[Span], Tensor]) -> Tensor:
+    """Each span's answers in its tokens' rows; [tokens, heads, n] in q's dtype."""
+    y = torch.zeros((*q.shape[:2], kv.v.parts[0].shape[-1]), dtype=q.dtype, device=q.device)
+    for span in each_span(kv, q, kv_heads, attrs):
+        y.index_copy_(0, span.rows.flatten(), answers(one(span), span).to(q.dtype))
+    return y
+
+
+def sdpa_supports(call: Call) -> str | None:
+    """Why torch's own attention can't run a call."""
+    if call.attrs["softcap"] is not None:
+        return "it has no soft cap"
+    return None if call.args[4] is None else "it has no sinks"
+
+
+def sdpa(session: TorchSession, args: Args, attrs: Attrs) -> Tensor:
+    """By torch's fused attention, which keeps no scores: for what it can, and where a row's last bits may depend on the others."""
+    q, kv, *_ = args
+    if session.invariant:
+        return paged_attention(session, args, attrs)
+    kv_heads = kv.k.parts[0].shape[0]
+
+    def one(span: Span) -> Tensor:
+        k, v = kv.k.read(span.index).to(q.dtype), kv.v.read(span.index).to(q.dtype)
+        return F.scaled_dot_product_attention(queries(q, span, kv_heads), k, v, span.mask, scale=attrs["scale"])
+
+    return over_spans(q, kv, kv_heads, attrs, one)
+
+
+def latent_attention(session: TorchSession, args: Args, attrs: Attrs) -> Tensor:
+    """All heads read the same rows: one key head."""
+    q_latent, q_rope, kv, *_ = args
+    q = torch.cat([q_latent, q_rope], dim=-1)
+
+    def one(span: Span) -> Tensor:
+        latent, turned = kv.k.read(span.index).to(F32), kv.v.read(span.index).to(F32)
+        k = torch.cat([latent, turned], dim=-1)
+        return attend(session, queries(q, span, 1).to(F32), k, latent, span, scale=attrs["scale"])
+
+    y = torch.zeros_like(q_latent)
+    for span in each_span(kv, q, 1, attrs):
+        y.index_copy_(0, span.rows.flatten(), answers(one(span), span).to(y.dtype))
+    return y
+
+
+KERNELS: Mapping[str, Callable[[TorchSession, Args, Attrs], Any]] = {
+    "kv_write": kv_write, "latent_write": latent_write, "paged_attention": paged_attention, "latent_attention": latent_attention,
+}  # fmt: skip

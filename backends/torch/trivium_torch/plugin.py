@@ -1,0 +1,101 @@
+"""The `torch` backend as trivium finds it, and the base class of backends for one vendor's torch devices.
+
+A subclass names itself and says what is its own: the device types, further kernels (a higher priority wins), a session class.
+docs/torch.md shows one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from trivium.errors import InvalidRequestError, UnsupportedError
+from trivium.plugin import API_VERSION, Backend, Capabilities, Device, Kernel, Probe, Session, hookimpl
+from trivium_torch.formats import DTYPES, FORMATS
+
+if TYPE_CHECKING:
+    from trivium_torch.session import TorchSession
+
+_CONTRACT_OPTIONS = frozenset({"dtype", "max_batched_tokens", "max_model_len", "max_seqs", "strict"})
+PAGE_SIZES = (16, 8, 32, 64, 128, 256)
+
+
+class TorchBackend(Backend):
+    """Every operator as plain torch operations, call by call."""
+
+    name = "torch"
+    api_version = API_VERSION
+    version = "0.1.0"
+    device_types: tuple[str, ...] | None = None
+    """Torch device types to offer; None: all that torch sees, and "cpu" last."""
+    options: frozenset[str] = frozenset()
+    """Options of open() beyond the contract's."""
+
+    def probe(self) -> Probe:
+        try:
+            import torch
+        except ModuleNotFoundError as e:
+            return Probe((), "torch is not installed: pip install trivium[torch]" if e.name == "torch" else f"torch: {e}")
+        except (ImportError, OSError) as e:
+            return Probe((), f"torch can't be imported: {e}")
+        names = self.device_names()
+        found = tuple(self.describe(index, name) for index, name in enumerate(names))
+        return Probe(found, "" if found else f"torch {torch.__version__} sees no device of type {', '.join(self.device_types or ())}")
+
+    def device_names(self) -> Sequence[str]:
+        """Torch's names of the devices, best first. Users ask for them as "torch:cpu", "torch:TYPE" (the first) or "torch:TYPE:1"."""
+        import torch
+
+        names, seen = [], torch.accelerator.current_accelerator(check_available=True)
+        if seen is not None:
+            names = [f"{seen.type}:{i}" for i in range(torch.accelerator.device_count())]
+        return [n for n in (*names, "cpu") if self.device_types is None or n.partition(":")[0] in self.device_types]
+
+    def describe(self, index: int, name: str) -> Device:
+        """The Device of a torch device."""
+        import torch
+
+        from trivium_torch.devices import about, memory_info
+
+        details = {"about": f"{about(torch.device(name))}, torch {torch.__version__}", "torch": torch.__version__}
+        return Device(index, name, memory_info(torch.device(name))[1], details)
+
+    def torch_device(self, device: Device) -> str:
+        """Torch's name of a device that probe() found."""
+        return device.name
+
+    def capabilities(self, device: Device) -> Capabilities:
+        on_host = self.torch_device(device) == "cpu"
+        floats = ("float32", "bfloat16", "float16") if on_host else ("bfloat16", "float16", "float32")
+        formats = sorted(FORMATS, key=lambda f: (*floats, f.name).index(f.name))
+        return Capabilities(
+            dtypes=floats, weight_formats=tuple(formats), kv_dtypes=(*floats, "int8"), page_sizes=PAGE_SIZES, collectives=True,
+        )  # fmt: skip
+
+    def kernels(self, device: Device) -> Sequence[Kernel]:
+        """Operators and fused patterns. A subclass adds its own to these; of several that support a call the highest priority runs."""
+        from trivium_torch.kernels import FUSED_KERNELS, OPERATOR_KERNELS
+
+        return (*FUSED_KERNELS, *OPERATOR_KERNELS)
+
+    def session_class(self) -> type[TorchSession]:
+        """What open() makes."""
+        from trivium_torch.session import TorchSession
+
+        return TorchSession
+
+    def open(self, device: Device, options: Mapping[str, Any]) -> Session:
+        known = sorted(_CONTRACT_OPTIONS | self.options)
+        if unknown := sorted(options.keys() - set(known)):
+            raise InvalidRequestError(f"the {self.name} backend has no option {', '.join(unknown)}; it has {', '.join(known)}")
+        possible = self.capabilities(device).dtypes
+        dtype = possible[0] if options.get("dtype", "auto") == "auto" else options["dtype"]
+        if dtype not in possible or dtype not in DTYPES:
+            raise UnsupportedError(f"dtype {dtype!r} is not possible on {device.name}; {', '.join(possible)} are", param="dtype")
+        make = self.session_class()
+        return make(self.name, self.torch_device(device), self.kernels(device), {**options, "dtype": dtype})
+
+
+@hookimpl
+def trivium_backend() -> Backend:
+    return TorchBackend()
