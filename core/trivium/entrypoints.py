@@ -31,28 +31,17 @@ def entry_points(group: str) -> list[EntryPoint]:
     Formats: Python packaging specifications, "Entry points" and "Core metadata".
     """
     infos: dict[str, Path] = {}
-    for info in (info for folder in sys.path for info in _metadata(Path(folder))):
-        distribution = re.sub("[-_.]+", "-", info.stem.partition("-")[0]).lower()
-        infos.setdefault(distribution, info)
+    for info in (path for folder in sys.path for path in Path(folder).glob("*.*-info")):
+        if info.suffix in (".dist-info", ".egg-info"):
+            distribution = re.sub("[-_.]+", "-", info.stem.partition("-")[0]).lower()
+            infos.setdefault(distribution, info)
     return [EntryPoint(*pair, _label(info)) for info in infos.values() for pair in _pairs(_read(info / "entry_points.txt"), group)]
 
 
-def _metadata(folder: Path) -> list[Path]:
-    try:
-        return [path for path in folder.iterdir() if path.name.lower().endswith((".dist-info", ".egg-info"))]
-    except OSError:  # not there, or not a folder
-        return []
-
-
 def _pairs(text: str, group: str) -> list[tuple[str, str]]:
-    section, pairs = "", []
-    for line in map(str.strip, text.splitlines()):
-        if line.startswith("[") and line.endswith("]"):
-            section = line.strip("[]")
-        elif section == group and line and not line.startswith("#"):
-            name, _, value = line.partition("=")
-            pairs.append((name.strip(), value.strip()))
-    return pairs
+    """(name, value) of each `name = value` between `[group]` and the next such line or the end."""
+    sections = re.findall(rf"(?ms)^\s*\[{re.escape(group)}\]\s*$(.*?)(?=^\s*\[[^\n]*\]\s*$|\Z)", text)
+    return re.findall(r"(?m)^\s*([^#\s][^=\n]*?)\s*=[^\S\n]*(.*?)\s*$", "\n".join(sections))
 
 
 def _label(info: Path) -> str:

@@ -11,112 +11,81 @@ class TriviumError(Exception):
 
     code = "error"
 
+    def __init_subclass__(cls, *, code: str | None = None) -> None:
+        cls.code = code or cls.code
+
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
         self.param = param
 
 
-class InvalidRequestError(TriviumError, ValueError):
+class InvalidRequestError(TriviumError, ValueError, code="invalid_request"):
     """A request (prompt, sampling parameter, flag) that can't be served as asked; refused before it takes memory."""
 
-    code = "invalid_request"
 
-
-class ContextLengthError(InvalidRequestError):
+class ContextLengthError(InvalidRequestError, code="context_length_exceeded"):
     """Prompt and output together are longer than the model's or the server's context."""
 
-    code = "context_length_exceeded"
 
-
-class CapacityError(TriviumError):
+class CapacityError(TriviumError, code="capacity_exceeded"):
     """The request or model can never fit into the memory or limits that were configured."""
 
-    code = "capacity_exceeded"
 
-
-class OverloadedError(TriviumError):
+class OverloadedError(TriviumError, code="overloaded"):
     """Too much is waiting already; worth another try after `retry_after` seconds (an estimate from the throughput so far)."""
-
-    code = "overloaded"
 
     def __init__(self, message: str, *, retry_after: float, param: str | None = None) -> None:
         super().__init__(message, param=param)
         self.retry_after = retry_after
 
 
-class DeadlineError(TriviumError):
+class DeadlineError(TriviumError, code="deadline_exceeded"):
     """A request has taken longer, waiting included, than the timeout that came with it; what it has made so far is kept."""
 
-    code = "deadline_exceeded"
 
-
-class ClosedError(InvalidRequestError):
+class ClosedError(InvalidRequestError, code="closed"):
     """The model was closed."""
 
-    code = "closed"
 
-
-class ModelNotFoundError(TriviumError):
+class ModelNotFoundError(TriviumError, code="model_not_found"):
     """No model is known under the given name or path."""
 
-    code = "model_not_found"
 
-
-class DownloadError(TriviumError):
+class DownloadError(TriviumError, code="download_failed"):
     """A model source could not be reached or delivered something else than it promised."""
 
-    code = "download_failed"
 
-
-class CheckpointError(TriviumError):
+class CheckpointError(TriviumError, code="bad_checkpoint"):
     """A checkpoint is incomplete, damaged, or says something that can't be true."""
 
-    code = "bad_checkpoint"
 
-
-class PageFormatError(TriviumError):
+class PageFormatError(TriviumError, code="bad_pages"):
     """A record of KV pages, or of a request under way, is damaged, or belongs to another model or layout."""
 
-    code = "bad_pages"
 
-
-class UnsupportedError(TriviumError):
+class UnsupportedError(TriviumError, code="unsupported"):
     """What was asked is well-formed but not supported by this model, format, backend or version."""
 
-    code = "unsupported"
 
-
-class TemplateError(InvalidRequestError):
+class TemplateError(InvalidRequestError, code="bad_template"):
     """A chat template is missing, unsafe, or refuses the messages."""
 
-    code = "bad_template"
 
-
-class ProgramError(TriviumError):
+class ProgramError(TriviumError, code="bad_program"):
     """A Program is malformed: unknown operator, mismatching dimensions, missing argument."""
 
-    code = "bad_program"
 
-
-class BackendNotFoundError(InvalidRequestError):
+class BackendNotFoundError(InvalidRequestError, code="backend_not_found"):
     """No backend has the given name; the message lists the known ones and the nearest match."""
 
-    code = "backend_not_found"
 
-
-class BackendUnavailableError(TriviumError):
+class BackendUnavailableError(TriviumError, code="backend_unavailable"):
     """A backend is installed but can't be used; the message carries its own reason."""
 
-    code = "backend_unavailable"
 
-
-class PluginError(TriviumError):
+class PluginError(TriviumError, code="bad_plugin"):
     """A plugin breaks the contract: wrong API version, missing entry, a name that is taken twice."""
 
-    code = "bad_plugin"
 
-
-class BackendError(TriviumError):
+class BackendError(TriviumError, code="backend_failed"):
     """A backend failed while it ran a step."""
-
-    code = "backend_failed"

@@ -98,11 +98,6 @@ class Operator:
     attrs: Mapping[str, Any] = field(default_factory=dict)
     infer: InferResults | None = None
 
-    @property
-    def doc(self) -> str:
-        """The operator's specification."""
-        return inspect.getdoc(self.reference) or ""
-
     def __call__(self, *args: Any, **attrs: Any) -> Any:
         return self.reference(*args, **attrs)
 
