@@ -74,7 +74,8 @@ class Opened(ABC):
         speculative: Speculative | Mapping[str, Any] | None = None, kv_host_bytes: int = 0,
         kv_disk_path: str | os.PathLike[str] | None = None, kv_disk_bytes: int = 10 << 30, scheduling_policy: str = "priority",
         max_waiting_requests: int | None = None, max_waiting_tokens: int | None = None, threads: int | None = None,
-        backend_options: Mapping[str, Any] | None = None, tool_parser: str | None = "auto", reasoning_parser: str | None = "auto",
+        backend_options: Mapping[str, Any] | None = None, prefill: str | None = None, decode: str | None = None,
+        prefill_options: Mapping[str, Any] | None = None, tool_parser: str | None = "auto", reasoning_parser: str | None = "auto",
         progress: bool = True,
     ) -> None:  # fmt: skip
         """Loads a model; raises a TriviumError that says what was asked, what is possible and what to do.
@@ -90,12 +91,17 @@ class Opened(ABC):
         later runs, too) take from there what would take longer to compute. scheduling_policy: "fcfs" or "priority".
         max_waiting_requests, max_waiting_tokens: what may wait (prompts, tokens of theirs) before AsyncLLM refuses more with
         OverloadedError; the callers of an LLM wait in any case. threads and backend_options go to the backend, which refuses what
-        it does not know. tool_parser, reasoning_parser: how chats are read: a name of text.syntaxes, "auto" by chat template and
-        architecture, None not at all. progress: bars, if standard error is a terminal.
+        it does not know. prefill: a backend that computes the prompts, while `backend` (decode is another name for it) goes on with
+        what follows them; each has the weights, and the outputs are those of one alone where both compute the same numbers.
+        prefill_options: dtype, quantize, kv_dtype, max_num_seqs, max_num_batched_tokens and strict of that backend, if not those
+        above, and its block_size, num_kv_blocks and backend_options. tool_parser, reasoning_parser: how chats are read: a name of
+        text.syntaxes or of a plugin, "auto" by chat template and architecture, None not at all. progress: bars, if standard error
+        is a terminal.
         """
         choose(TOOLS, tool_parser, "", "tool_parser")
         choose(REASONING, reasoning_parser, "", "reasoning_parser")
         self._parsers = tool_parser, reasoning_parser
+        backend = one_backend(backend, decode)
         given: Any = {} if backend_options is None else backend_options
         if not isinstance(given, Mapping):
             message = f"backend_options must be a mapping of option to value, not {backend_options!r}"
@@ -112,13 +118,21 @@ class Opened(ABC):
             max_num_seqs, max_num_batched_tokens or max_num_seqs, enable_prefix_caching, seed, scheduling_policy,
             max_waiting_requests, max_waiting_tokens, wanted, kv_host_bytes, kv_disk_path, kv_disk_bytes,
         )  # fmt: skip
+        ahead = ahead_options(options, prefill, prefill_options)
         with contextlib.ExitStack() as opened, _progress_bar(progress) as report:
             self.loaded = load(os.fspath(model) if isinstance(model, os.PathLike) else model, backend, options, progress=report)
             opened.callback(self.loaded.session.close)
             drafter = self._drafter(wanted, max_num_seqs, opened, report)
             config = replace(config, max_num_batched_tokens=self.loaded.max_num_batched_tokens)
             self.tokenizer = self.loaded.tokenizer
-            self.engine = Engine(self.loaded, self.tokenizer, config, drafter=drafter)
+            if prefill is None:
+                self.engine = Engine(self.loaded, self.tokenizer, config, drafter=drafter)
+            else:
+                from trivium.engine.split import SplitEngine
+
+                front = load(self.loaded.name, prefill, ahead, progress=report)
+                opened.callback(front.session.close)
+                self.engine = SplitEngine(self.loaded, front, config, drafter=drafter)
             opened.callback(self.engine.close)
             self._start(opened)
             self._finalizer = weakref.finalize(self, opened.pop_all().close)
@@ -366,6 +380,26 @@ class LLM(Opened, contextlib.AbstractContextManager["LLM"]):
             number = self._left.popleft()
             del self._inbox[number]
             self.engine.abort(number)
+
+
+def one_backend(backend: str, decode: str | None) -> str:
+    """Two names of one thing."""
+    if decode is not None and backend not in ("auto", decode):
+        raise InvalidRequestError(f"decode {decode!r} and backend {backend!r} mean the same; give one of them", param="decode")
+    return backend if decode is None else decode
+
+
+def ahead_options(options: LoadOptions, prefill: str | None, given: Any) -> LoadOptions:
+    """Those of a backend that computes prompts only."""
+    if prefill is None and given is not None:
+        raise InvalidRequestError("prefill_options are for the backend that prefill names; there is none", param="prefill_options")
+    given = {} if given is None else given
+    known = vars(options).keys() - {"max_model_len", "num_speculative_tokens", "enable_lora", "max_loras", "max_lora_rank"}
+    if not isinstance(given, Mapping) or given.keys() - known:
+        message = f"prefill_options must be a mapping with no other options than {', '.join(sorted(known))}, not {given!r:.80}"
+        raise InvalidRequestError(message, param="prefill_options")
+    own: dict[str, Any] = {"block_size": None, "num_kv_blocks": None, "num_speculative_tokens": 0, "backend_options": {}, **given}
+    return replace(options, **own)
 
 
 @contextlib.contextmanager

@@ -8,9 +8,9 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
-from trivium.cli.parser import Parser, add_json, add_model, load_options, number, table
+from trivium.cli.parser import Parser, add_json, add_model, add_split, load_options, number, table
 
 if TYPE_CHECKING:
     from trivium.api import LLM
@@ -38,6 +38,7 @@ def add_bench(parser: Parser) -> None:
         sub.description = "Random tokens as prompts, greedy, no prefix cache; warm-up, repeats, medians."
     for sub, lengths in ((latency, (512, 64)), (throughput, (128, 64))):
         add_model(sub)
+        add_split(sub)
         for flag, default, what in zip(("--input-len", "--output-len"), lengths, ("prompt", "output"), strict=True):
             sub.add_argument(
                 flag, type=number(int, 1), metavar="N", default=default, help=f"tokens of each {what} (default: {default})"
@@ -59,6 +60,8 @@ def bench(args: argparse.Namespace) -> int:
         runs = measure(llm, args)
         phases = profile(llm, args) if profiled else {}
         summary = llm.loaded.summary()
+        if args.prefill:
+            summary = f"prompts on {cast(Any, llm.engine).front.model.summary()}; then {summary}"
         setting = {name: getattr(args, name) for name in ("input_len", "output_len", "repeat", "warmup")}
     facts = {"kind": args.kind, "model": args.model, "device": summary, **setting, "load_s": load_s, "peak_rss_bytes": _peak_rss()}
     share = statistics.median(run.pop("host_share") for run in runs)
@@ -163,6 +166,8 @@ def _latency(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> Samp
         metrics, made = output.metrics, made + len(output.outputs[0].token_ids)
     assert metrics is not None and host is not None and metrics.prefill_time and metrics.time_to_first_token
     prefill = {"prefill_tokens_per_s": len(prompts[0]) / metrics.prefill_time, "ttft_s": metrics.time_to_first_token}
+    if metrics.transfer_time:
+        prefill["transfer_s"] = metrics.transfer_time
     if not metrics.decode_time or not metrics.mean_itl:
         return {**prefill, **host.sample()}
     return {"decode_tokens_per_s": (made - 1) / metrics.decode_time, **prefill, "itl_s": metrics.mean_itl, **host.sample()}

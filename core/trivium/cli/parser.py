@@ -114,6 +114,15 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--option", type=key_value, action="append", metavar="KEY=VALUE", help="an option of the backend's own")
 
 
+def add_split(parser: argparse.ArgumentParser) -> None:
+    """The options that give prompts and what follows them to two backends."""
+    group = parser.add_argument_group("two backends")
+    group.add_argument("--prefill", metavar="NAME[:DEVICE]", help="the backend that computes prompts (default: the same)")
+    group.add_argument("--decode", metavar="NAME[:DEVICE]", help="the backend that goes on from there, as --backend")
+    only = "of the first alone: dtype, quantize, block_size, num_kv_blocks, max_num_batched_tokens, ..."
+    group.add_argument("--prefill-option", type=key_value, action="append", metavar="KEY=VALUE", help=only)
+
+
 def load_options(args: argparse.Namespace) -> dict[str, Any]:
     """The keyword arguments of LLM that add_model() collected."""
     names = (
@@ -121,7 +130,11 @@ def load_options(args: argparse.Namespace) -> dict[str, Any]:
         "max_model_len", "strict",
     )  # fmt: skip
     speculative = dict(args.speculative) if args.speculative else None
-    return {**{name: getattr(args, name) for name in names}, "backend_options": dict(args.option or ()), "speculative": speculative}
+    split = {name: getattr(args, name) for name in ("prefill", "decode") if hasattr(args, name)}
+    if getattr(args, "prefill_option", None):
+        split["prefill_options"] = dict(args.prefill_option)
+    own = {"backend_options": dict(args.option or ()), "speculative": speculative}
+    return {**{name: getattr(args, name) for name in names}, **own, **split}
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:

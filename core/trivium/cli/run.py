@@ -9,7 +9,7 @@ import sys
 import threading
 from typing import TYPE_CHECKING, Any
 
-from trivium.cli.parser import UsageError, add_model, load_options, number
+from trivium.cli.parser import UsageError, add_model, add_split, load_options, number
 
 if TYPE_CHECKING:
     from trivium.api import LLM
@@ -24,6 +24,7 @@ HELP = "/help: this list; /clear: forget the conversation; /bye: leave (or Ctrl-
 def add_run(parser: argparse.ArgumentParser) -> None:
     """The options of `trivium run`."""
     add_model(parser)
+    add_split(parser)
     parser.add_argument(
         "prompt", metavar="PROMPT", nargs="?", help="without one: an interactive chat, or a question a line from a pipe"
     )

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from trivium.cli.fold import CUT, WIDTH, cut, folded, key, ranges, unnumbered
-from trivium.cli.parser import add_json, add_model, load_options, named, table
+from trivium.cli.parser import add_json, add_model, add_split, load_options, named, table
 
 if TYPE_CHECKING:
     from trivium.engine.loader import Plan
@@ -93,19 +93,37 @@ def _print_table(rows: Sequence[Sequence[str]], keys: Sequence[str]) -> None:
 
 def add_explain(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
+    add_split(parser)
     add_json(parser)
 
 
 def explain(args: argparse.Namespace) -> int:
-    """One line a call: the kernel that runs it, why, and what would have been next."""
+    """One line a call: the kernel that runs it, why, and what would have been next; for prompts and what follows them, if they run
+    on two backends."""
+    plans = {"decode": _plan(args)}
+    if args.prefill is not None:
+        plans = {"prefill": _plan(args, ahead=True), **plans}
+    if args.json:
+        found = {phase: {**_facts(p), "calls": [_explained(c) for c in _choices(p)]} for phase, p in plans.items()}
+        print(json.dumps({**found["decode"], **({"prefill": found["prefill"]} if "prefill" in found else {})}))
+        return 0
+    for phase, p in plans.items():
+        if len(plans) > 1:
+            print(f"{phase} on {p.backend.name}:{p.device.index} ({p.device.name})")
+        _print_explained(p)
+    print(f"host: {HOST}, which runs what the backend lacks\n{CUT}")
+    return 0
+
+
+def _choices(p: Plan) -> Sequence[Choice]:
     from trivium.plugin import select_kernels
 
-    p = _plan(args)
-    choices = select_kernels(p.program, p.backend.kernels(p.device))
+    return select_kernels(p.program, p.backend.kernels(p.device))
+
+
+def _print_explained(p: Plan) -> None:
+    choices = _choices(p)
     calls = [_explained(choice) for choice in choices]
-    if args.json:
-        print(json.dumps({**_facts(p), "calls": calls}))
-        return 0
     rows: list[tuple[str, ...]] = [
         (_label(choice.call), c["kernel"], c["why"], c["next"][0]) for choice, c in zip(choices, calls, strict=True)
     ]
@@ -114,8 +132,6 @@ def explain(args: argparse.Namespace) -> int:
     _print_table([("CALL", "KERNEL", "WHY", "NEXT"), *shown], [" ".join(map(key, row)) for row in rows])
     print(f"\n{len(calls)} calls on {p.backend.name}:")
     print("\n".join(f"{n:6} x {name}" for name, n in Counter(c["kernel"] for c in calls).most_common()))
-    print(f"host: {HOST}, which runs what the backend lacks\n{CUT}")
-    return 0
 
 
 def _label(call: Call) -> str:
@@ -141,14 +157,21 @@ def pull(args: argparse.Namespace) -> int:
     return 0
 
 
-def _plan(args: argparse.Namespace) -> Plan:
+def _plan(args: argparse.Namespace, *, ahead: bool = False) -> Plan:
+    """ahead: on the backend that computes prompts."""
+    from trivium.api import ahead_options, one_backend
     from trivium.engine.loader import LoadOptions, plan
 
-    options = load_options(args)
-    backend, threads, extra = options.pop("backend"), options.pop("threads"), options.pop("backend_options")
-    del options["speculative"]
+    given = load_options(args)
+    backend, threads, extra = given.pop("backend"), given.pop("threads"), given.pop("backend_options")
+    prefill, decode, more = given.pop("prefill", None), given.pop("decode", None), given.pop("prefill_options", None)
+    del given["speculative"]
     own = extra if threads is None else {**extra, "threads": threads}
-    return plan(args.model, backend, LoadOptions(**options, backend_options=own), progress=not args.json)
+    options = LoadOptions(**given, backend_options=own)
+    front = ahead_options(options, prefill, more)
+    if ahead:
+        return plan(args.model, prefill, front, progress=not args.json)
+    return plan(args.model, one_backend(backend, decode), options, progress=not args.json)
 
 
 def _facts(p: Plan) -> dict[str, Any]:

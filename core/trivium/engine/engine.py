@@ -107,8 +107,7 @@ class Engine:
             raise InvalidRequestError("best_of can't be streamed: which outputs are best is known at the end", param="best_of")
         number = self._count + 1
         request = self.intake.request(number, prompt_ids, params, client_id, priority, cache_salt, pooling, score_from, adapter)
-        if not patient:
-            self._check_queue(len(request.prompt_ids))
+        self._check(request, patient)
         request.stream = stream
         if reader is not None:
             request.read_with(reader)
@@ -143,7 +142,7 @@ class Engine:
             raise fault if isinstance(fault, TriviumError) else PageFormatError(message) from fault
 
     def _take(self, request: Request) -> int:
-        self._count = request.id
+        self._count = max(self._count, request.id)
         self._requests[request.id] = request
         if request.clock.deadline is not None:
             heapq.heappush(self._deadlines, (request.clock.deadline, request.id))
@@ -169,15 +168,20 @@ class Engine:
         none of that name."""
         enabled(self.model.lora).remove(name, {seq.adapter for seq in self._completions})
 
-    def _check_queue(self, prompt: int) -> None:
-        """Raises OverloadedError if a request with so many tokens would be too much, with the time that the excess takes to go."""
-        stats, queue = self.stats, self.scheduler
+    @property
+    def _queue(self) -> tuple[int, int]:
+        """How many wait in vain for a seat, and tokens that wait."""
+        return self.scheduler.queued, self.scheduler.waiting_tokens
+
+    def _check(self, request: Request, patient: bool) -> None:
+        """Raises OverloadedError if the request would be too much, with the time that the excess takes to go."""
+        stats, (queued, tokens) = self.stats, (0, 0) if patient else self._queue
         for name, waits, more, done in (
-            ("max_waiting_requests", queue.queued, 1, stats.finished_requests),
-            ("max_waiting_tokens", queue.waiting_tokens, prompt, stats.computed_tokens),
+            ("max_waiting_requests", queued, 1, stats.finished_requests),
+            ("max_waiting_tokens", tokens, len(request.prompt_ids), stats.computed_tokens),
         ):
             limit, excess = getattr(self.config, name), waits + more
-            if queue.queued and limit is not None and excess > limit:
+            if queued and limit is not None and excess > limit:
                 seconds = (stats.host_seconds + stats.device_seconds) / done * (excess - limit) if done else 1.0
                 message = f"{waits} wait and {more} more would exceed {name} {limit}; try again in {seconds:.1f} seconds"
                 raise OverloadedError(message, retry_after=seconds)
@@ -394,8 +398,9 @@ class Engine:
     def _count_hit(self, request: Request, index: int, hit: Hit, began: float) -> None:
         stats, page = self.stats, self.kv.page_size
         host, disk = hit.restored("host") * page, hit.restored("disk") * page
-        request.clock.schedule(index, began, hit.tokens, host, disk)
-        stats.cached_tokens += hit.tokens
+        cached = 0 if hit.restored("") else hit.tokens
+        request.clock.schedule(index, began, cached, host, disk)
+        stats.cached_tokens += cached
         stats.restored_host_tokens += host
         stats.restored_disk_tokens += disk
         stats.restores_chosen += host + disk > 0

@@ -26,7 +26,7 @@ from trivium.sched import Sequence as Stream
 from trivium.text import Tokenizer
 from trivium.text.reader import Reader
 
-_TIMES = ("arrival", "deadline", "first_scheduled", "prefill_done", "first_token", "last_token")
+_TIMES = ("arrival", "deadline", "first_scheduled", "prefill_done", "first_token", "last_token", "left")
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,8 @@ class Metrics:
     if no output has a second token. e2e_time: arrival to the end. preempted_time: spent waiting after preemptions, in none of the
     above apart from the interval it falls into. num_cached_tokens: prompt tokens found in the prefix cache when first scheduled;
     num_restored_host_tokens and num_restored_disk_tokens: those of them that came back from a tier.
-    num_draft_tokens, num_accepted_tokens: guesses that were checked, and those that came true.
+    num_draft_tokens, num_accepted_tokens: guesses that were checked, and those that came true. transfer_time: from the end of the
+    prompt on one backend until its pages had come to another, to go on there.
     """
 
     queue_time: float | None
@@ -52,6 +53,7 @@ class Metrics:
     num_accepted_tokens: int = 0
     num_restored_host_tokens: int = 0
     num_restored_disk_tokens: int = 0
+    transfer_time: float = 0.0
 
 
 @dataclass(slots=True)  # as RequestOutput made in every step; freezing them would double what they cost
@@ -146,6 +148,8 @@ class Clock:
     gaps: int = 0
     later_tokens: int = 0
     gap_time: float = 0.0
+    left: float | None = None
+    transfer_time: float = 0.0
     _waiting_since: dict[int, float] = field(default_factory=dict)
 
     def schedule(self, index: int, now: float, cached: int, host: int = 0, disk: int = 0) -> None:
@@ -153,6 +157,12 @@ class Clock:
         if self.first_scheduled is None:
             self.first_scheduled, self.cached_tokens, self.restored_tokens = now, cached, (host, disk)
         self.preempted_time += now - self._waiting_since.pop(index, now)
+
+    def land(self, now: float) -> None:
+        """What another backend had computed is here."""
+        if self.left is not None:
+            self.transfer_time += now - self.left
+            self.left = None
 
     def preempt(self, index: int, now: float) -> None:
         self.preemptions += 1
@@ -178,7 +188,7 @@ class Clock:
             time_per_output_token=self.gap_time / self.later_tokens if self.later_tokens else None, e2e_time=now - self.arrival,
             preempted_time=self.preempted_time, num_cached_tokens=self.cached_tokens, num_preemptions=self.preemptions,
             num_draft_tokens=self.drafted, num_accepted_tokens=self.accepted, num_restored_host_tokens=self.restored_tokens[0],
-            num_restored_disk_tokens=self.restored_tokens[1],
+            num_restored_disk_tokens=self.restored_tokens[1], transfer_time=self.transfer_time,
         )  # fmt: skip
 
 

@@ -159,6 +159,7 @@ class Runner:
             session.copy_pages([copy.src for copy in copies], [copy.dst for copy in copies])
         for seq, hit in [(entry.seq, entry.hit) for entry, _, _ in plan.undo if entry.hit is not None]:
             kv.restore(session, seq, hit)
+            self._completions[seq].request.clock.land(self._clock())
 
     def wait(self, flight: Flight) -> None:
         """Until it has landed. If this raises, or the engine can't use what it gave, the flight is to be undone."""

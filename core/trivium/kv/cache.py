@@ -79,7 +79,7 @@ class Hit(NamedTuple):
     declined: int = 0
 
     def restored(self, tier: str) -> int:
-        """Pages' columns for which something was read from `tier`."""
+        """Pages' columns for which something was read from `tier`; "": from what came with the request."""
         return len({block for (_, block), (name, _, _) in self.content.items() if name == tier})
 
 
