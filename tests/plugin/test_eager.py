@@ -92,6 +92,26 @@ def test_an_operator_without_a_kernel_runs_on_the_host_with_a_warning_that_names
     np.testing.assert_allclose(logits(executable, [9, 2], 5, [5, 2])[0], expected([3, 1, 4, 1, 5, 9, 2]), rtol=1e-5, atol=1e-5)
 
 
+class Headwise(ReferenceSession):
+    """Exports views of pages that lie head by head, whose neutral form is not contiguous."""
+
+    def export_pages(self, group: int, ids: Any) -> Any:
+        pages = super().export_pages(group, ids)
+        turned = (tuple(np.ascontiguousarray(t.swapaxes(1, 2)).swapaxes(1, 2) for t in layer) for layer in pages.tensors)
+        return pages._replace(tensors=tuple(turned))
+
+
+def test_the_host_writes_into_pages_however_a_backend_exports_them():
+    backend = ReferenceBackend()
+    kernels = [k for k in backend.kernels(backend.probe().devices[0]) if k.op != "kv_write"]
+    session = Headwise(kernels, strict=False)
+    session.kv_store(SPEC, 6)
+    with pytest.warns(HostFallbackWarning, match="kv_write"):
+        executable = compiled(session)
+    logits(executable, [3, 1, 4, 1, 5], 0, [5, 2])
+    np.testing.assert_allclose(logits(executable, [9, 2], 5, [5, 2])[0], expected([3, 1, 4, 1, 5, 9, 2]), rtol=1e-5, atol=1e-5)
+
+
 def test_strict_refuses_the_host_fallback_by_name():
     session = ReferenceSession([], strict=True)
     session.kv_store(SPEC, 2)

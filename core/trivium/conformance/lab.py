@@ -158,7 +158,7 @@ def _exported(session: Session, spec: KVSpec, ids: Sequence[Sequence[int]], stat
 
 def _read(session: Session, spec: KVSpec, g: int, ids: Sequence[int], state: State) -> State:
     """The state as the backend holds it, tables as in `state`."""
-    tensors = [np.array(t, np.float32) for t in session.export_pages(g, ids).tensors[0]]
+    tensors = [np.array(t, np.float32, order="C") for t in session.export_pages(g, ids).tensors[0]]
     state = copy.copy(state)
     if isinstance(state, RecurrentState):
         state.data = tensors[0].reshape(state.data.shape)

@@ -148,7 +148,7 @@ def fetch_state(session: Session, spec: KVSpec, index: int, batch: Batch) -> Hos
     written = slots[slots >= 0] // spec.page_size
     ids = np.unique(np.concatenate([table[table >= 0].astype(np.int64), written]))
     pages = session.export_pages(group, ids.tolist())
-    pages = pages._replace(tensors=tuple(tuple(np.array(t, np.float32) for t in layer) for layer in pages.tensors))
+    pages = pages._replace(tensors=tuple(tuple(np.array(t, np.float32, order="C") for t in layer) for layer in pages.tensors))
     local = np.where(table >= 0, np.searchsorted(ids, table), -1).astype(np.int32)
     page, offset = np.divmod(slots, spec.page_size)
     local_slots = np.where(slots >= 0, np.searchsorted(ids, page) * spec.page_size + offset, -1)
