@@ -8,9 +8,11 @@ here, so a plugin can't take its place.
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from types import UnionType
 from typing import Any
 
@@ -80,6 +82,11 @@ def installed(kind: str) -> dict[str, Extension]:
     for e in entry_points(PROJECT if kind == "backend" else f"{PROJECT}.{kind}s"):
         by_name.setdefault(e.name, {})[e] = None
     return {name: Extension(kind, name, tuple(found)) for name, found in sorted(by_name.items())}
+
+
+def cache_folder() -> Path:
+    """Where what can be had again is kept: $XDG_CACHE_HOME/trivium or ~/.cache/trivium."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trivium"
 
 
 def find(kind: str, name: str, wanted: Any = Callable) -> tuple[Any, str]:

@@ -327,7 +327,7 @@ FAULTS = {
     + hook("gguf_model", "return GGUFModel('LlamaForCausalLM', 'llama', {}, read=lambda keys: 1 / 0)"),
     "weight_format": hook("weight_format", "return lambda config, tensors: 1 / 0"),
     "tokenizer": hook("tokenizer", "return lambda folder, config: 1 / 0"),
-    "model_source": hook("model_source", "return lambda name, cache, progress: 1 / 0"),
+    "model_source": hook("model_source", "return lambda name, folder, progress, verify: 1 / 0"),
 }
 
 

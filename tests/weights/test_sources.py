@@ -16,7 +16,8 @@ import huggingface_hub
 import pytest
 from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
 from trivium.errors import DownloadError, ModelNotFoundError, UnsupportedError
-from trivium.weights import hubs, resolve, sources, wheels
+from trivium.weights import resolve
+from trivium_sources import cache, hubs, wheels
 from weight_files import tiny_gguf
 
 
@@ -86,7 +87,7 @@ def test_an_unknown_name_shows_near_ones(tmp_path: Path, fetcher: Fetcher, model
     with pytest.raises(ModelNotFoundError, match="no model") as e:
         resolve(model, cache_dir=tmp_path)
     assert (f"did you mean {near}" in str(e.value)) if near else ("did you mean" not in str(e.value))
-    assert "hf:ORG/NAME" in str(e.value)
+    assert "hf:NAME" in str(e.value)
 
 
 @pytest.mark.parametrize(
@@ -116,10 +117,10 @@ def test_what_is_in_the_cache_needs_no_source(tmp_path: Path, fetcher: Fetcher) 
 
 def test_a_file_of_another_size_is_fetched_again(tmp_path: Path, fetcher: Fetcher) -> None:
     path = resolve("pypi:m", cache_dir=tmp_path)
-    for damage in (lambda: path.write_bytes(b"mod"), path.unlink, (path.parent / sources.MANIFEST).unlink):
+    for damage in (lambda: path.write_bytes(b"mod"), path.unlink, (path.parent / cache.MANIFEST).unlink):
         damage()
         assert resolve("pypi:m", cache_dir=tmp_path).read_bytes() == b"model"
-    (path.parent / sources.MANIFEST).write_text('{"files": [1]}')
+    (path.parent / cache.MANIFEST).write_text('{"files": [1]}')
     assert resolve("pypi:m", cache_dir=tmp_path).read_bytes() == b"model"
     assert len(fetcher.calls) == 5
 
@@ -157,7 +158,7 @@ def test_the_cache_lists_what_was_fetched(tmp_path: Path, fetcher: Fetcher) -> N
     fetcher.files = {"config.json": b"{}", "model.safetensors": b"12345"}
     path = resolve("modelscope:org/name", cache_dir=tmp_path)
     assert path == tmp_path / "modelscope--org--name"
-    manifest = json.loads((path / sources.MANIFEST).read_text())
+    manifest = json.loads((path / cache.MANIFEST).read_text())
     assert manifest["source"] == "modelscope:org/name"
     assert [(f["name"], f["bytes"]) for f in manifest["files"]] == [("config.json", 2), ("model.safetensors", 5)]
     assert manifest["files"][0]["sha256"] == hashlib.sha256(b"{}").hexdigest()

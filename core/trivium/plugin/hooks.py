@@ -43,9 +43,9 @@ out, whose `decoder` gives exactly the numbers that the format means, and whose 
 know where the data is repacked without loss. Other tensors are handed on as they are."""
 TokenizerFactory = Callable[[Path, Mapping[str, Any]], "tokenizers.Tokenizer"]
 """(the checkpoint's folder, tokenizer_config.json) -> what encodes, of the library `tokenizers`, with its decoder."""
-ModelSource = Callable[[str, Path, bool], "str | Path"]
-"""(what follows "SCHEME:", the folder of trivium's cache, whether to show progress) -> the local folder or .gguf file, fetched if
-need be. DownloadError and ModelNotFoundError say what went wrong."""
+ModelSource = Callable[[str, "Path | None", bool, bool], "str | Path"]
+"""(what follows "SCHEME:", the folder for what is fetched or None for the usual one, whether to show progress, whether to compare
+the digests of what is there) -> the local folder or .gguf file. DownloadError and ModelNotFoundError say what went wrong."""
 
 
 class Hooks:

