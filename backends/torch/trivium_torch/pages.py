@@ -136,11 +136,11 @@ class Layer:
 class Span(NamedTuple):
     """Sequences of a step with equally many queries and keys of like number: N sequences, Q queries, K keys (padded).
 
-    rows: int64[N, Q], their tokens; index: int64[N, K], rows of the pool; mask: bool[N, repeat * Q, K], whether a query of one
+    rows: int64[N, Q], their tokens; slots: int64[N, K], rows of the pool; mask: bool[N, repeat * Q, K], whether a query of one
     of `repeat` heads sees a key, or None if all see all."""
 
     rows: Tensor
-    index: Tensor
+    slots: Tensor
     mask: Tensor | None
 
 
@@ -154,14 +154,14 @@ class GroupStep:
     contexts: npt.NDArray[np.int32]
     page_size: int
     zero: int
-    device: torch.device
+    upload: Callable[[npt.NDArray[Any]], Tensor]
     _made: dict[Any, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, batch: Batch, group: int, page_size: int, pages: int, device: torch.device) -> GroupStep:
+    def of(cls, batch: Batch, group: int, page_size: int, pages: int, upload: Callable[[npt.NDArray[Any]], Tensor]) -> GroupStep:
         return cls(
             batch.block_tables[group], batch.slot_mapping[group], batch.query_starts, batch.context_lens, page_size,
-            pages * page_size, device,
+            pages * page_size, upload,
         )  # fmt: skip
 
     def once(self, key: Any, make: Callable[[], Any]) -> Any:
@@ -170,17 +170,14 @@ class GroupStep:
             self._made[key] = make()
         return self._made[key]
 
-    def to_device(self, array: npt.NDArray[Any]) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
-
     def writes(self) -> tuple[Tensor | None, Tensor]:
         """(tokens that are stored, None: all; their rows of the pool)."""
         return self.once("writes", self._writes)  # type: ignore[no-any-return]
 
     def _writes(self) -> tuple[Tensor | None, Tensor]:
         kept = np.flatnonzero(self.slot_mapping >= 0)
-        slots = self.to_device(self.slot_mapping[kept].astype(np.int64))
-        return (None if len(kept) == len(self.slot_mapping) else self.to_device(kept)), slots
+        slots = self.upload(self.slot_mapping[kept].astype(np.int64))
+        return (None if len(kept) == len(self.slot_mapping) else self.upload(kept)), slots
 
     def spans(self, window: int | None, causal: bool, repeat: int) -> list[Span]:
         """The reads of attention."""
@@ -207,8 +204,8 @@ class GroupStep:
         if window is not None:
             seen = seen & (at[:, None] > query[..., None] - window)
         rows = self.starts[seqs].astype(np.int64)[:, None] + np.arange(count)
-        mask = None if seen.all() else self.to_device(np.tile(seen, (1, repeat, 1)))
-        return Span(self.to_device(rows), self.to_device(index), mask)
+        mask = None if seen.all() else self.upload(np.tile(seen, (1, repeat, 1)))
+        return Span(self.upload(rows), self.upload(index), mask)
 
     def _rows_at(
         self, seqs: npt.NDArray[np.intp], at: npt.NDArray[np.int64], valid: npt.NDArray[np.bool_]
@@ -273,5 +270,4 @@ def _lanes(step: GroupStep) -> Iterator[Lane]:
         rows = step.starts[seqs].astype(np.int64)[:, None] + np.where(real, at, 0)
         fresh = step.contexts[seqs] == lengths
         arrays = step.table[seqs, 0].astype(np.int64), rows, real, lengths, fresh
-        yield Lane(*(step.to_device(a) for a in arrays))
-
+        yield Lane(*(step.upload(a) for a in arrays))

@@ -40,10 +40,12 @@ class TorchBackend(Backend):
             return Probe((), f"torch can't be imported: {e}")
         names = self.device_names()
         found = tuple(self.describe(index, name) for index, name in enumerate(names))
-        return Probe(found, "" if found else f"torch {torch.__version__} sees no device of type {', '.join(self.device_types or ())}")
+        return Probe(
+            found, "" if found else f"torch {torch.__version__} sees no device of type {', '.join(self.device_types or ())}"
+        )
 
     def device_names(self) -> Sequence[str]:
-        """Torch's names of the devices, best first. Users ask for them as "torch:cpu", "torch:TYPE" (the first) or "torch:TYPE:1"."""
+        """Torch's names of the devices, best first. Users ask for "torch:cpu", "torch:TYPE" (the first) or "torch:TYPE:1"."""
         import torch
 
         names, seen = [], torch.accelerator.current_accelerator(check_available=True)
@@ -73,7 +75,7 @@ class TorchBackend(Backend):
         )  # fmt: skip
 
     def kernels(self, device: Device) -> Sequence[Kernel]:
-        """Operators and fused patterns. A subclass adds its own to these; of several that support a call the highest priority runs."""
+        """Operators and fused patterns. A subclass adds its own; of several that support a call the highest priority runs."""
         from trivium_torch.kernels import FUSED_KERNELS, OPERATOR_KERNELS
 
         return (*FUSED_KERNELS, *OPERATOR_KERNELS)

@@ -24,9 +24,7 @@ class TorchExecutable(EagerExecutable):
     """The eager loop, without autograd."""
 
     def __init__(self, session: TorchSession, program: Program, weights: Mapping[str, Any]) -> None:
-        super().__init__(
-            session, program, weights, session.kernels, session.spec, backend=session.backend, strict=session.strict
-        )
+        super().__init__(session, program, weights, session.kernels, session.spec, backend=session.backend, strict=session.strict)
         self._torch_session = session
 
     def run(self, batch: Batch) -> Step:
@@ -48,6 +46,10 @@ class TorchSession(Session):
         self.options = options
         self.dtype: torch.dtype = getattr(torch, options["dtype"])
         self.strict = bool(options.get("strict"))
+        self.invariant = self.device.type == "cpu" and self.dtype != torch.float32
+        """Whether kernels see to it that a row's bits don't depend on how many rows are computed together. In float32 such
+        differences are far below what decides a token; in less they are not, and a host's library keeps them out if it is never
+        given fewer than four rows."""
         self.spec = KVSpec(16, "float32", ())
         self._layers: dict[tuple[int, StateSpec], Layer] = {}
         self._places: tuple[tuple[int, Layer], ...] = ()
@@ -57,12 +59,9 @@ class TorchSession(Session):
 
     # What differs from device to device.
 
-    @property
-    def invariant(self) -> bool:
-        """Whether kernels must see to it that a row's bits don't depend on how many rows are computed together. In float32 such
-        differences are far below what decides a token; in less they are not, and a host's library keeps them out if it is never
-        given fewer than four rows."""
-        return self.device.type == "cpu" and self.dtype != torch.float32
+    def upload(self, array: npt.NDArray[Any]) -> Tensor:
+        """A copy of a host array on the device."""
+        return torch.tensor(array).to(self.device)
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Zeros on the device: memory of the page pool."""
@@ -89,8 +88,8 @@ class TorchSession(Session):
     # Arrays and weights.
 
     def put(self, array: npt.NDArray[Any]) -> Tensor:
-        tensor = torch.tensor(array)
-        return tensor.to(self.device, self.dtype if tensor.is_floating_point() else tensor.dtype)
+        tensor = self.upload(array)
+        return tensor.to(self.dtype) if tensor.is_floating_point() else tensor
 
     def get(self, tensor: Any) -> npt.NDArray[Any]:
         if not isinstance(tensor, Tensor):
@@ -112,7 +111,7 @@ class TorchSession(Session):
         return np.array(tensor.to(torch.float32).cpu().numpy())
 
     def assign(self, tensor: Tensor, index: int, array: npt.NDArray[np.float32]) -> None:
-        tensor[index].copy_(torch.tensor(array))
+        tensor[index].copy_(self.upload(array))
 
     def memory(self) -> Memory:
         free, total = self.memory_info()
@@ -144,7 +143,7 @@ class TorchSession(Session):
         return self._layers[slot, _geometry(self.spec.groups[group].spec)]
 
     def _ids(self, ids: Sequence[int]) -> Tensor:
-        return torch.tensor(list(ids), dtype=torch.int64, device=self.device)
+        return self.upload(np.array(ids, np.int64))
 
     def export_pages(self, group: int, ids: Sequence[int]) -> Pages:
         which, at = self.spec.groups[group], self._ids(ids)
@@ -154,7 +153,7 @@ class TorchSession(Session):
     def import_pages(self, group: int, ids: Sequence[int], pages: Pages) -> None:
         at = self._ids(ids)
         for slot, tensors in enumerate(pages.tensors):
-            arrays = (torch.tensor(np.asarray(t, np.float32)).to(self.device) for t in tensors)
+            arrays = (self.upload(np.asarray(t, np.float32)) for t in tensors)
             self._layer(group, slot).write(at, tuple(arrays))
 
     def copy_pages(self, src: Sequence[int], dst: Sequence[int]) -> None:
@@ -176,10 +175,8 @@ class TorchSession(Session):
 
     def step_state(self, state: int, batch: Batch) -> Paged | Carried:
         group, layer = self._places[state]
-        step = self.once(
-            ("group", group), lambda: GroupStep.of(batch, group, self.spec.page_size, self._pages, self.device)
-        )
-        return Paged(*layer.stores, step) if layer.data is None else Carried(layer.data, step)
+        step = self.once(("group", group), lambda: GroupStep.of(batch, group, self.spec.page_size, self._pages, self.upload))
+        return Paged(layer.stores[0], layer.stores[1], step) if layer.data is None else Carried(layer.data, step)
 
     def close(self) -> None:
         self._layers.clear()

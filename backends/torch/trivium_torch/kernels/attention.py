@@ -1,13 +1,13 @@
 """Attention over pages: those sequences together that have as many queries and keys of like number.
 
-Each such span gathers its keys and values from the pool (2 * K * kv_heads * n numbers a sequence, read once and written once) and is
-one batched matrix product for scores and one for values, 4 * Q * K * heads * n operations a sequence. The query heads that share a
-key head are rows of one product. Computed in float32 whatever the dtypes are.
+Each such span gathers its keys and values from the pool (2 * K * kv_heads * n numbers a sequence, read once and written once)
+and is one batched matrix product for scores and one for values, 4 * Q * K * heads * n operations a sequence. The query heads that
+share a key head are rows of one product. Computed in float32 whatever the dtypes are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -74,27 +74,24 @@ def with_sink(scores: Tensor, sinks: Tensor) -> Tensor:
     return torch.cat([first, scores], dim=-1).softmax(dim=-1)[..., 1:]
 
 
-def each_span(kv: Paged, q: Tensor, kv_heads: int, attrs: Attrs) -> Iterator[Span]:
-    """The step's spans, for the heads that share a key head."""
-    yield from kv.step.spans(attrs.get("window"), attrs.get("causal", True), q.shape[1] // kv_heads)
-
-
 def paged_attention(session: TorchSession, args: Args, attrs: Attrs) -> Tensor:
     q, kv, _, _, sinks = args
     kv_heads = kv.k.parts[0].shape[0]
 
     def one(span: Span) -> Tensor:
-        k, v = kv.k.read(span.index).to(F32), kv.v.read(span.index).to(F32)
+        k, v = kv.k.read(span.slots).to(F32), kv.v.read(span.slots).to(F32)
         rows = None if sinks is None else sinks.to(F32).view(kv_heads, -1).repeat_interleave(span.rows.shape[1], dim=1)
-        return attend(session, queries(q, span, kv_heads).to(F32), k, v, span, scale=attrs["scale"], softcap=attrs["softcap"], sinks=rows)
+        return attend(
+            session, queries(q, span, kv_heads).to(F32), k, v, span, scale=attrs["scale"], softcap=attrs["softcap"], sinks=rows
+        )
 
-    return over_spans(q, kv, kv_heads, attrs, one)
+    return over_spans(q, kv, kv_heads, kv.v, attrs, one)
 
 
-def over_spans(q: Tensor, kv: Paged, kv_heads: int, attrs: Attrs, one: Callable[[Span], Tensor]) -> Tensor:
-    """Each span's answers in its tokens' rows; [tokens, heads, n] in q's dtype."""
-    y = torch.zeros((*q.shape[:2], kv.v.parts[0].shape[-1]), dtype=q.dtype, device=q.device)
-    for span in each_span(kv, q, kv_heads, attrs):
+def over_spans(q: Tensor, kv: Paged, kv_heads: int, values: Floats, attrs: Attrs, one: Callable[[Span], Tensor]) -> Tensor:
+    """What `one` answers to each of the step's spans, in the rows of its tokens; [tokens, heads, n] in q's dtype."""
+    y = torch.zeros((*q.shape[:2], values.parts[0].shape[-1]), dtype=q.dtype, device=q.device)
+    for span in kv.step.spans(attrs.get("window"), attrs.get("causal", True), q.shape[1] // kv_heads):
         y.index_copy_(0, span.rows.flatten(), answers(one(span), span).to(q.dtype))
     return y
 
@@ -114,10 +111,10 @@ def sdpa(session: TorchSession, args: Args, attrs: Attrs) -> Tensor:
     kv_heads = kv.k.parts[0].shape[0]
 
     def one(span: Span) -> Tensor:
-        k, v = kv.k.read(span.index).to(q.dtype), kv.v.read(span.index).to(q.dtype)
+        k, v = kv.k.read(span.slots).to(q.dtype), kv.v.read(span.slots).to(q.dtype)
         return F.scaled_dot_product_attention(queries(q, span, kv_heads), k, v, span.mask, scale=attrs["scale"])
 
-    return over_spans(q, kv, kv_heads, attrs, one)
+    return over_spans(q, kv, kv_heads, kv.v, attrs, one)
 
 
 def latent_attention(session: TorchSession, args: Args, attrs: Attrs) -> Tensor:
@@ -126,14 +123,11 @@ def latent_attention(session: TorchSession, args: Args, attrs: Attrs) -> Tensor:
     q = torch.cat([q_latent, q_rope], dim=-1)
 
     def one(span: Span) -> Tensor:
-        latent, turned = kv.k.read(span.index).to(F32), kv.v.read(span.index).to(F32)
+        latent, turned = kv.k.read(span.slots).to(F32), kv.v.read(span.slots).to(F32)
         k = torch.cat([latent, turned], dim=-1)
         return attend(session, queries(q, span, 1).to(F32), k, latent, span, scale=attrs["scale"])
 
-    y = torch.zeros_like(q_latent)
-    for span in each_span(kv, q, 1, attrs):
-        y.index_copy_(0, span.rows.flatten(), answers(one(span), span).to(y.dtype))
-    return y
+    return over_spans(q, kv, 1, kv.k, attrs, one)
 
 
 KERNELS: Mapping[str, Callable[[TorchSession, Args, Attrs], Any]] = {

@@ -80,13 +80,12 @@ def mul(session: TorchSession, args: Args, attrs: Attrs) -> Tensor:
 
 
 def scale(session: TorchSession, args: Args, attrs: Attrs) -> Tensor:
-    x: Tensor = args[0]
-    return x * attrs["factor"]
+    return torch.mul(args[0], attrs["factor"])
 
 
 def softcap(session: TorchSession, args: Args, attrs: Attrs) -> Tensor:
     x: Tensor = args[0]
-    return (torch.tanh(x.to(F32) / attrs["cap"]) * attrs["cap"]).to(x.dtype)
+    return torch.mul(torch.tanh(x.to(F32) / attrs["cap"]), attrs["cap"]).to(x.dtype)
 
 
 def norm(x: Tensor, weight: Resident | None, eps: float, offset: float) -> Tensor:

@@ -49,7 +49,7 @@ def gated_delta_rule(session: TorchSession, args: Args, attrs: Attrs) -> tuple[T
     for lane in s.lanes():
         inputs = [taken(x if x.dim() == 3 else x[..., None], lane) for x in (q, k, v, g, beta)]
         state, found = begun(s, lane), []
-        for chunk in zip(*(x.split(CHUNK, dim=2) for x in inputs), strict=True):
+        for chunk in zip(*(torch.split(x, CHUNK, dim=2) for x in inputs), strict=True):
             part, state = delta_chunk(state, *chunk)
             found.append(part)
         s.data[lane.pages] = state
