@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from trivium_torch.session import TorchSession
 
 _CONTRACT_OPTIONS = frozenset({"dtype", "max_batched_tokens", "max_model_len", "max_seqs", "strict"})
-PAGE_SIZES = (16, 8, 32, 64, 128, 256)
+PAGE_SIZES = (16, 4, 8, 32, 64, 128, 256)
 
 
 class TorchBackend(Backend):
@@ -28,8 +28,8 @@ class TorchBackend(Backend):
     version = "0.1.0"
     device_types: tuple[str, ...] | None = None
     """Torch device types to offer; None: all that torch sees, and "cpu" last."""
-    options: frozenset[str] = frozenset()
-    """Options of open() beyond the contract's."""
+    options: frozenset[str] = frozenset({"threads"})
+    """Options of open() beyond the contract's. threads: of torch on the host, for the whole process."""
 
     def probe(self) -> Probe:
         try:
@@ -90,12 +90,23 @@ class TorchBackend(Backend):
         known = sorted(_CONTRACT_OPTIONS | self.options)
         if unknown := sorted(options.keys() - set(known)):
             raise InvalidRequestError(f"the {self.name} backend has no option {', '.join(unknown)}; it has {', '.join(known)}")
+        _set_threads(options.get("threads"))
         possible = self.capabilities(device).dtypes
         dtype = possible[0] if options.get("dtype", "auto") == "auto" else options["dtype"]
         if dtype not in possible or dtype not in DTYPES:
             raise UnsupportedError(f"dtype {dtype!r} is not possible on {device.name}; {', '.join(possible)} are", param="dtype")
         make = self.session_class()
         return make(self.name, self.torch_device(device), self.kernels(device), {**options, "dtype": dtype})
+
+
+def _set_threads(count: Any) -> None:
+    if count is None:
+        return
+    if type(count) is not int or count < 1:
+        raise InvalidRequestError(f"threads must be a positive integer, not {count!r}", param="threads")
+    import torch
+
+    torch.set_num_threads(count)
 
 
 @hookimpl
