@@ -2,70 +2,25 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
+import os
 
 import numpy as np
 import pytest
 from fake_plugins import install
 from fused_patterns import PATTERNS
+from judged_backends import Backend, Session, failed, fused, judge, kernel
 
-from trivium.conformance import AREAS, Mismatch, Report, Row, collect_checks, run_conformance
-from trivium.conformance.lab import Lab
+from trivium.conformance import AREAS, Mismatch, Report, Row, run_conformance
 from trivium.conformance.rules import judge_core
 from trivium.errors import BackendNotFoundError, BackendUnavailableError, InvalidRequestError
 from trivium.ops import OPERATORS, Case, Pattern, Sampled
 from trivium.ops.patterns import run_pattern
 from trivium.plugin import EagerExecutable, Kernel, Pages, Step, WeightFormat, resolve
-from trivium.plugin.reference import ReferenceBackend, ReferenceSession
-
-
-def kernel(name, fn):
-    """A kernel that computes an operator by `fn(*args, **attrs)`."""
-    return Kernel(name, lambda session, args, attrs: fn(*args, **attrs), f"test {name}", priority=1)
-
-
-def fused(pattern, fn=None):
-    run = fn or (lambda args, attrs: run_pattern(pattern, args, attrs))
-    return Kernel(pattern, lambda session, args, attrs: run(args, attrs), f"fused {pattern.name}")
-
-
-class Session(ReferenceSession):
-    """The reference's session over other kernels."""
-
-    def compile(self, program, weights):
-        return EagerExecutable(self, program, weights, self._kernels, self._spec, backend="test", strict=self._strict)
-
-
-class Backend(ReferenceBackend):
-    name = "test"
-
-    def __init__(self, extra=(), without=(), session=Session, **capabilities):
-        self._extra, self._without, self._session, self._changes = extra, without, session, capabilities
-
-    def capabilities(self, device):
-        return dataclasses.replace(super().capabilities(device), **self._changes)
-
-    def kernels(self, device):
-        return [*self._extra, *(k for k in super().kernels(device) if k.op not in self._without)]
-
-    def open(self, device, options):
-        return self._session(self.kernels(device), strict=False)
-
-
-def judge(backend, *areas, only=""):
-    """{(area, name): row} of some areas, of the checks with `only` in their names."""
-    device = backend.probe().devices[0]
-    lab = Lab(backend, device, backend.capabilities(device), backend.kernels(device))
-    return {(c.area, c.name): c.run() for c in collect_checks(lab, areas) if only in c.name}
-
-
-def failed(rows):
-    return {name for (_, name), row in rows.items() if row.status == "failed"}
 
 
 def test_the_reference_passes():
-    report = run_conformance("reference", areas=[a for a in AREAS if a != "models"])
+    report = run_conformance("reference", areas=[a for a in AREAS if a != "models"])  # which test_backends.py judges
     assert report.ok and report.count("passed") > 40 and report.count("fallback") == 0
     assert {row.area for row in report.rows} == set(AREAS) - {"models"}
 
@@ -241,24 +196,38 @@ def test_rules_beyond_numbers():
     assert failed(judge(Backend(), "rules", only="unknown option")) == {"unknown option"}  # it takes any
 
 
-def test_a_plugin_that_patches_the_core_is_found(tmp_path, monkeypatch):
-    source = """
-import trivium.sched
+PATCHES = {
+    "trivium.sched.Scheduler.plan = lambda self: None": r"trivium\.sched\.scheduler\.Scheduler\.plan",
+    "trivium.engine.Engine.model = property(lambda self: None)": r"trivium\.engine\.engine\.Engine\.model",
+    "trivium.engine.Engine.step.__code__ = (lambda self: []).__code__": r"Engine\.step\.__code__",
+    "trivium.ops.Batch.extra = 1": r"trivium\.ops\.batch\.Batch\.extra",
+    "trivium.conformance.kit.AREAS['models'] = trivium.conformance.kit.AREAS['rules']": r"AREAS\.'models'",
+    "trivium.models.build = None": r"trivium\.models\.build",
+}
+
+
+@pytest.mark.parametrize("patch", PATCHES)
+def test_a_plugin_that_patches_the_core_is_found(patch, tmp_path, monkeypatch):
+    source = f"""
+import trivium.sched, trivium.engine, trivium.ops, trivium.models, trivium.conformance.kit
 from trivium.plugin.reference import ReferenceBackend
 from trivium.plugin import hookimpl
 class Patching(ReferenceBackend):
     name = "patching"
     def probe(self):
-        trivium.sched.Scheduler.plan = lambda self: None
+        {patch}
         return super().probe()
 @hookimpl
 def trivium_backend():
     return Patching()
 """
     install(tmp_path, "patching", source)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    with pytest.raises(Mismatch, match=r"trivium\.sched\.scheduler\.Scheduler\.plan"):
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    with pytest.raises(Mismatch, match=PATCHES[patch]):
         judge_core("patching")
+
+
+def test_a_backend_that_leaves_the_core_alone_passes():
     assert judge_core("reference").status == "passed"
 
 

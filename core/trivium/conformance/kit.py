@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
-from trivium.conformance import formats, fusions, models, operators, pages, rules, sampler
+from trivium.conformance import formats, fusions, models, operators, pages, rules, sampler, serving
 from trivium.conformance.lab import Lab
 from trivium.conformance.report import Check, Report, Row
 from trivium.errors import BackendUnavailableError, InvalidRequestError
@@ -21,6 +21,7 @@ AREAS: Mapping[str, Callable[[Lab], Iterator[Check]]] = {
     "pages": pages.checks,
     "sampler": sampler.checks,
     "models": models.checks,
+    "serving": serving.checks,
 }
 """The areas in the order in which they are judged."""
 

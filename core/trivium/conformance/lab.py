@@ -20,7 +20,7 @@ from trivium.ops import (
     Batch, Group, KVSpec, LatentKV, PagedState, Program, RecurrentState, Sampled, SampleInputs, Weight, interpret,
 )  # fmt: skip
 from trivium.ops.sample import plain_inputs
-from trivium.plugin import Backend, Capabilities, Device, HostFallbackWarning, Kernel, Pages, Session
+from trivium.plugin import Backend, Capabilities, Device, HostFallbackWarning, Kernel, Pages, Session, resolve
 
 
 class Outcome(NamedTuple):
@@ -63,12 +63,24 @@ class Lab:
         """Most tokens that a step may have."""
         return self.capabilities.max_batched_tokens or sys.maxsize
 
+    @property
+    def exact(self) -> bool:
+        """Whether it can compute in float32 from end to end, so that its ids are the reference's."""
+        return "float32" in self.dtypes and "float32" in self.capabilities.kv_dtypes
+
+    @property
+    def logprobs(self) -> int | None:
+        """The parameter of a request that asks for logprobs, if the backend has them."""
+        return 1 if self.capabilities.sampling is None or "logprobs" in self.capabilities.sampling else None
+
     @contextlib.contextmanager
-    def session(self, *, dtype: str | None = None, tokens: int = 64, seqs: int = 16, length: int = 256) -> Iterator[Session]:
-        """An open session; host fallbacks are reported in rows, not as warnings."""
+    def session(
+        self, *, dtype: str | None = None, tokens: int = 64, seqs: int = 16, length: int = 256, graphs: Sequence[int] | None = None
+    ) -> Iterator[Session]:
+        """An open session; host fallbacks are reported in rows, not as warnings. graphs: batch sizes to capture, where it can."""
         limits: dict[str, Any] = {"max_batched_tokens": min(tokens, self.step_tokens), "max_seqs": seqs, "max_model_len": length}
         if self.capabilities.graph_capture and self.backend.api_version > 1:
-            limits["graph_sizes"] = (4, seqs)
+            limits["graph_sizes"] = (4, seqs) if graphs is None else tuple(graphs)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", HostFallbackWarning)
             session = self.backend.open(self.device, {"dtype": dtype or self.dtypes[0], **limits, **self.options})
@@ -96,12 +108,20 @@ class Lab:
             executable = session.compile(program, loaded)
             batch = make_batch(example, ids, sampling)
             step = executable.run(batch)
-            _spoil(batch)
+            spoil(batch)
             sampled = step.tokens()
             outputs = {name: np.asarray(step.output(name)) for name in program.outputs}
             after = _exported(session, spec, ids, example.states)
         want = interpret(example.program, inputs, numbers, before)
         return Outcome(outputs, after, sampled, want, before)
+
+
+def reference_lab(lab: Lab) -> Lab:
+    """The reference on the bench, with page sizes and sampling parameters as `lab` has them."""
+    backend, device = resolve("reference")
+    can = lab.capabilities
+    able = dataclasses.replace(backend.capabilities(device), sampling=can.sampling, page_sizes=can.page_sizes)
+    return Lab(backend, device, able, backend.kernels(device))
 
 
 def as_weight(name: str, array: Array) -> Weight:
@@ -167,7 +187,7 @@ def _read(session: Session, spec: KVSpec, g: int, ids: Sequence[int], state: Sta
     return state
 
 
-def _spoil(batch: Batch) -> None:
+def spoil(batch: Batch) -> None:
     """Overwrites the step's arrays: run() has returned, so nobody may read them any more."""
     for owner in (batch, batch.sampling):
         for f in dataclasses.fields(owner):

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
 
 from trivium.conformance.examples import Example, repage
 from trivium.conformance.fusions import random_state, state_specs
-from trivium.conformance.lab import Lab, as_weight
+from trivium.conformance.lab import Lab, as_weight, reference_lab
 from trivium.conformance.numbers import expect_relative
 from trivium.conformance.report import Check, Mismatch, Verdict
 from trivium.conformance.zoo import CONFIGS, random_constants
@@ -19,7 +20,7 @@ from trivium.kv import Layout, plan_groups
 from trivium.models import build
 from trivium.ops import PagedState, Program, rewrite
 from trivium.ops.examples import STEPS, Sequences
-from trivium.plugin import Session, resolve
+from trivium.plugin import Session
 from trivium.plugin.select import accepts, patterns
 from trivium.sampling import BACKEND_PARAMS, SamplingParams
 
@@ -81,7 +82,7 @@ def whole_model(program: Program, step: Sequences, page_size: int) -> Example:
     return Example(program, (program.outputs["logits"],), inputs, constants, tuple(paged))
 
 
-class _Numbers:
+class Numbers:
     """A tokenizer whose tokens are their numbers."""
 
     bos_id = None
@@ -154,18 +155,15 @@ class Generations:
 
     def as_reference(self) -> Verdict:
         """tokens = reference."""
-        if "float32" not in self.lab.dtypes or "float32" not in self.lab.capabilities.kv_dtypes:
+        if not self.lab.exact:
             return Verdict("the backend does not compute in float32", "skipped")
-        backend, device = resolve("reference")
-        able = replace(backend.capabilities(device), sampling=self.lab.capabilities.sampling)
-        reference = Lab(backend, device, able, backend.kernels(device))
-        want = Generations(reference, self.name)._run(page_size=self.lab.page_size)
-        return _expect_ids(self._run(dtype="float32", kv_dtype="float32"), want, "those of the reference")
+        want = Generations(reference_lab(self.lab), self.name)._run()
+        return expect_ids(self._run(dtype="float32", kv_dtype="float32"), want, "those of the reference")
 
     def _expect(self, tokens: Tokens, how: str) -> Verdict:
         if "alone" not in self._made:
             self._made["alone"] = self._run(one_by_one=True)
-        return _expect_ids(tokens, self._made["alone"], f"those of each request alone ({how})")
+        return expect_ids(tokens, self._made["alone"], f"those of each request alone ({how})")
 
     def _run(
         self, *, budget: int = 256, share: float = 2.0, one_by_one: bool = False, page_size: int | None = None,
@@ -174,34 +172,44 @@ class Generations:
         """All requests through the engine: together or one by one, with a share of the pages that they need together."""
         budget = min(budget, self.lab.step_tokens)
         with self.lab.session(dtype=dtype, tokens=budget, seqs=SEQS, length=MAX_LEN) as session:
-            model = self._open(session, page_size or self.lab.page_size, share, kv_dtype or self.lab.capabilities.kv_dtypes[0])
-            engine = Engine(cast(Any, model), cast(Any, _Numbers()), EngineConfig(SEQS, budget))
+            size = page_size or self.lab.page_size
+            model = open_model(self.lab, session, CONFIGS[self.name], partial(self._pages, size, share), size, kv_dtype)
+            engine = Engine(model, cast(Any, Numbers()), EngineConfig(SEQS, budget))
             wanted = requests(model.vocab_size, self.lab.capabilities.sampling)
             rounds = [[r] for r in wanted] if one_by_one else [wanted]
-            made = [tokens for some in rounds for tokens in _generate(engine, some)]
+            made = [tokens for some in rounds for tokens in generate(engine, some)]
             engine.check()
             if preemptions is not None:
                 preemptions.append(engine.stats.preemptions)
             return made
 
-    def _open(self, session: Session, page_size: int, share: float, kv_dtype: str) -> Model:
-        lab = self.lab
-        program = build(CONFIGS[self.name], max_model_len=MAX_LEN)
-        constants = random_constants(program, np.random.default_rng(SEED))
-        arrays = {c.value.name: constants[c.value.name] if c.array is None else c.array for c in program.constants}
-        weights = {name: session.load(as_weight(name, array), "float32") for name, array in arrays.items()}
-        spec = plan_groups(program.states, page_size, kv_dtype)
+    @staticmethod
+    def _pages(page_size: int, share: float, program: Program) -> int:
+        """Pages of a group that are this share of what all requests need together, and enough for the longest."""
         lengths = [-(-(len(r.prompt) + int(r.params.max_tokens or 0)) // page_size) + 1 for r in requests(program.vocab_size)]
-        pages = len(spec.groups) * max(int(sum(lengths) * share), max(lengths) + 1)
-        session.kv_store(spec, pages)
-        executable = session.compile(fuse(lab, program), weights)
-        return Model(
-            lab.backend, lab.capabilities, session, executable, spec, pages, program.vocab_size, MAX_LEN, frozenset(), "tiny",
-            None, 0, Layout("tiny", lab.backend.name, spec),
-        )  # fmt: skip
+        return max(int(sum(lengths) * share), max(lengths) + 1)
 
 
-def _generate(engine: Engine, some: Sequence[Request]) -> Tokens:
+def open_model(
+    lab: Lab, session: Session, config: Mapping[str, Any], pages: Callable[[Program], int], page_size: int | None = None,
+    kv_dtype: str | None = None,
+) -> Model:  # fmt: skip
+    """A tiny model with random weights in an open session. pages: of the pool, for each group of the Program's layers."""
+    program = build(config, max_model_len=MAX_LEN)
+    constants = random_constants(program, np.random.default_rng(SEED))
+    arrays = {c.value.name: constants[c.value.name] if c.array is None else c.array for c in program.constants}
+    weights = {name: session.load(as_weight(name, array), "float32") for name, array in arrays.items()}
+    spec = plan_groups(program.states, page_size or lab.page_size, kv_dtype or lab.capabilities.kv_dtypes[0])
+    count = len(spec.groups) * pages(program)
+    session.kv_store(spec, count)
+    executable = session.compile(fuse(lab, program), weights)
+    return Model(
+        lab.backend, lab.capabilities, session, executable, spec, count, program.vocab_size, MAX_LEN, frozenset(), "tiny",
+        None, 0, Layout("tiny", lab.backend.name, spec),
+    )  # fmt: skip
+
+
+def generate(engine: Engine, some: Sequence[Request]) -> Tokens:
     numbers = [engine.add_request(request.prompt, request.params) for request in some]
     finished: dict[int, RequestOutput] = {}
     while engine.has_unfinished():
@@ -213,7 +221,7 @@ def _generate(engine: Engine, some: Sequence[Request]) -> Tokens:
     return [(out.token_ids, [next(iter(t.values())).logprob for t in out.logprobs or []]) for out in outputs]
 
 
-def _expect_ids(got: Tokens, want: Tokens, what: str) -> Verdict:
+def expect_ids(got: Tokens, want: Tokens, what: str) -> Verdict:
     for number, ((mine, _), (theirs, _)) in enumerate(zip(got, want, strict=True)):
         if mine != theirs:
             at = next((i for i, (a, b) in enumerate(zip(mine, theirs)) if a != b), min(len(mine), len(theirs)))

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import pkgutil
 import subprocess
 import sys
+import types
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 
+import trivium
 from trivium.conformance.lab import Lab
 from trivium.conformance.report import Check, Mismatch, Verdict
 from trivium.errors import InvalidRequestError
@@ -16,28 +21,53 @@ from trivium.plugin import HostFallbackWarning, Probe
 from trivium.sampling import SamplingParams
 
 _UNTOUCHED = """
-import importlib, pkgutil, sys
-import trivium
-for module in pkgutil.walk_packages(trivium.__path__, "trivium."):
-    if not module.name.endswith(("__main__", "pytest_plugin", "matrix")):
-        importlib.import_module(module.name)
-def snapshot():
-    found = {}
+import sys
+from trivium.conformance.rules import import_all, patches, snapshot
+import_all()
+before = snapshot()
+from trivium.conformance.kit import collect_checks, open_lab
+lab = open_lab(sys.argv[1])
+[check for check in collect_checks(lab, ["operators"]) if check.name == "add"][0].run()
+print(" ".join(patches(before, snapshot())))
+"""
+_Place = tuple[str, ...]
+
+
+def import_all() -> None:
+    """Every module of trivium, so that whatever is imported later is somebody's own."""
+    for module in pkgutil.walk_packages(trivium.__path__, "trivium."):
+        if "template" not in module.name and not module.name.endswith(("__main__", "pytest_plugin", "matrix")):
+            importlib.import_module(module.name)
+
+
+def snapshot() -> dict[_Place, object]:
+    """What trivium's modules, their classes and their tables hold, and the code and defaults of every function in them."""
+    found: dict[_Place, object] = {}
     for name, module in list(sys.modules.items()):
         if name == "trivium" or name.startswith("trivium."):
             for key, value in vars(module).items():
-                found[name, key] = value
-                if isinstance(value, type) and value.__module__ == name:
-                    found.update({(name, key, k): v for k, v in vars(value).items() if callable(v)})
+                if not key.startswith("__") and not isinstance(value, types.ModuleType):
+                    found.update(_inside((name, key), value, name))
     return found
-before = snapshot()
-from trivium.plugin import resolve
-backend, device = resolve(sys.argv[1])
-backend.capabilities(device), backend.kernels(device)
-backend.open(device, {}).close()
-after = snapshot()
-print(" ".join(".".join(key) for key, value in before.items() if after.get(key) is not value))
-"""
+
+
+def _inside(place: _Place, value: object, home: str) -> Iterator[tuple[_Place, object]]:
+    yield place, value
+    if isinstance(value, type) and value.__module__ == home:
+        for key, member in vars(value).items():
+            if not key.startswith("_abc_") and key not in ("__dict__", "__weakref__", "__doc__", "__slotnames__"):
+                yield from _inside((*place, key), member, "")
+    elif isinstance(value, dict | MappingProxyType) and len(place) == 2:
+        yield from (((*place, repr(key)), entry) for key, entry in value.items())
+    elif isinstance(function := getattr(value, "__func__", value), types.FunctionType):
+        yield (*place, "__code__"), function.__code__
+        yield (*place, "__defaults__"), function.__defaults__
+
+
+def patches(before: Mapping[_Place, object], after: Mapping[_Place, object]) -> list[str]:
+    """The places that hold something else, that are gone or that are new."""
+    missing = object()
+    return [".".join(p) for p in {**before, **after} if before.get(p, missing) is not after.get(p, missing)]
 
 
 def checks(lab: Lab) -> Iterator[Check]:
@@ -96,10 +126,11 @@ def judge_option(lab: Lab) -> Verdict:
 
 
 def judge_core(name: str) -> Verdict:
-    """Loading and opening the plugin, in a process of its own, replaces nothing in trivium's modules and classes."""
+    """Loading and opening the plugin and running a step on it, in a process of its own, changes nothing in trivium's modules,
+    classes, tables and functions."""
     done = subprocess.run([sys.executable, "-c", _UNTOUCHED, name], capture_output=True, text=True, check=False)
     if done.returncode:
         raise Mismatch(f"could not be loaded in a process of its own: {done.stderr.strip().splitlines()[-1:]}")
     if done.stdout.strip():
-        raise Mismatch(f"the plugin replaced {done.stdout.strip()}")
-    return Verdict("")
+        raise Mismatch(f"the plugin changed {done.stdout.strip()}")
+    return Verdict("loaded, opened and run in a process of its own")
