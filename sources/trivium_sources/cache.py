@@ -21,8 +21,8 @@ NAMES: Mapping[str, str] = {
 
 
 def kept(scheme: str, name: str, folder: Path | None, progress: bool, verify: bool) -> Path:
-    """The model's folder or .gguf file in the cache `folder`, fetched first if it is not there as its manifest says. verify: compare
-    SHA-256 too, not only sizes. Raises ModelNotFoundError and DownloadError."""
+    """The model's folder or .gguf file in the cache `folder`, fetched first if it is not there as its manifest says. verify:
+    compare SHA-256 too, not only sizes. Raises ModelNotFoundError and DownloadError."""
     if not re.fullmatch(NAMES[scheme], name) or ".." in name:
         raise ModelNotFoundError(f"{scheme}:{name} is not a name that {scheme} can have")
     name = normalized(name) if scheme == "pypi" else name

