@@ -11,7 +11,6 @@ from trivium_torch.plugin import TorchBackend
 
 class ChipBackend(TorchBackend):
     name = "chip"
-    version = "1.0"
 
     def device_names(self) -> Sequence[str]:
         return ["lane:0", "lane:1"]
@@ -29,6 +28,9 @@ class ChipBackend(TorchBackend):
         from trivium_torch.session import TorchSession
 
         class ChipSession(TorchSession):
+            def draws(self) -> bool:
+                return True
+
             def memory_info(self) -> tuple[int, int]:
                 return 1 << 33, 1 << 34
 
@@ -39,9 +41,8 @@ def chip_linear(session: Any, args: Any, attrs: Any) -> Any:
     """The vendor's own kernel; here, a product and a sum."""
     from trivium_torch.kernels.dense import project
 
-    x, weight, bias = args
-    y = project(session, x, weight)
-    return y if bias is None else (y + bias).to(x.dtype)
+    y = project(session, args[0], args[1])
+    return y if args[2] is None else (y + args[2]).to(y.dtype)
 
 
 @hookimpl

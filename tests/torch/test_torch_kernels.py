@@ -108,18 +108,42 @@ def test_below_float32_a_row_s_bits_do_not_depend_on_the_others(lab, name, dtype
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_equal_largest_logits_give_the_lowest_id(lab, dtype):
-    from trivium_torch.sampling import is_greedy
-
     logits = np.zeros((3, 12), np.float32)
     logits[0, [4, 9]], logits[1, [11, 2]], logits[2] = 5, 7, -0.0
     logits[2, 6] = 0.0
     inputs = plain_inputs(3)
-    assert (
-        is_greedy(inputs)
-        and not is_greedy(plain_inputs(3, temperature=[0, 1, 0]))
-        and not is_greedy(plain_inputs(3, top_logprobs=0))
-    )
     example = make_example(OPERATORS["scale"], Case((logits,), {"factor": 1.0}), dtype=dtype, page_size=16)
     program = dataclasses.replace(example.program, vocab_size=10)
     got = lab.run(example, program, dtype=dtype, sampling=inputs).sampled.ids
     assert got.tolist() == sample(logits, inputs, vocab_size=10).ids.tolist() == [4, 2, 0]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_draws_in_torch_s_arithmetic_are_the_reference_s(seed):
+    """Coarse logits with many ties, infinities, temperatures at their ends, filters and edits mixed over the rows."""
+    from renamed_device import ChipBackend
+
+    rng = np.random.default_rng(seed)
+    rows, width, vocab = 9, 400, 391
+    logits = (np.round(rng.normal(0, rng.choice([0.5, 3, 30]), (rows, width)) * 4) / 4).astype(np.float32)
+    logits[rng.random((rows, width)) < 0.1] = -np.inf
+    logits[0, 5] = np.inf
+    starts = np.arange(rows + 1, dtype=np.int32) * 3
+    some = np.concatenate([np.sort(rng.choice(vocab, 3, replace=False)) for _ in range(rows)]).astype(np.int32)
+    edits = {
+        "seen_starts": starts, "seen_ids": some, "seen_counts": rng.integers(0, 3, 3 * rows, np.int32), "bias_starts": starts,
+        "bias_ids": some, "bias": rng.choice([-np.inf, 1.5, -2], 3 * rows).astype(np.float32),
+        "mask": rng.integers(0, 2**32, (rows, -(-vocab // 32)), np.uint32), "repetition": rng.uniform(0.7, 1.4, rows),
+        "presence": rng.uniform(-1, 1, rows), "frequency": rng.uniform(-1, 1, rows),
+    }  # fmt: skip
+    inputs = plain_inputs(
+        rows, temperature=rng.choice([0, 1e-30, 0.01, 0.7, 1, 5, 1e30], rows), top_k=rng.choice([0, 1, 7, 1000], rows),
+        top_p=rng.choice([1, 1e-9, 0.3, 0.999999], rows), min_p=rng.choice([0, 0.1, 1], rows),
+        seed=rng.integers(0, 2**64, rows, np.uint64), position=rng.integers(0, 2**40, rows),
+        score_ids=rng.choice([-1, -1, 3], rows), **(edits if seed % 2 else {}),
+    )  # fmt: skip
+    backend = ChipBackend()
+    session = backend.open(backend.probe().devices[0], {})
+    [kernel] = [k for k in backend.kernels(backend.probe().devices[0]) if k.op == "sample"]
+    got = kernel.run(session, [session.put(logits), inputs], {"vocab_size": vocab})
+    assert got.ids.tolist() == sample(logits, inputs, vocab_size=vocab).ids.tolist() and got.ids.dtype == np.int32

@@ -34,7 +34,8 @@ class TorchExecutable(EagerExecutable):
 
 
 class TorchSession(Session):
-    """See plugin.Session. For subclasses: allocate, memory_info, synchronize, make_weight, kv_store, compile.
+    """See plugin.Session. For subclasses: upload, allocate, memory_info, synchronize, draws,
+    make_weight, kv_store, compile.
 
     backend: its name; device: torch's name; options: those of open(), with a definite "dtype".
     """
@@ -75,6 +76,11 @@ class TorchSession(Session):
         """Waits until the device has done what it was given."""
         if self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)
+
+    def draws(self) -> bool:
+        """Whether tokens are drawn on the device rather than by the reference. It needs IEEE float32 and 64-bit whole numbers; the
+        host itself is quicker without, for torch can only sort all of a vocabulary."""
+        return self.device.type not in ("cpu", "mps")
 
     def make_weight(self, weight: Weight, format: str) -> Resident:
         """A weight in one of the formats that the backend declares."""
