@@ -39,10 +39,11 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True, eq=False)
 class Adapter:
-    """One adapter in the host's memory. parts: by target, a float32[r, in] and b float32[r, out], the scale in b. fingerprint: of
-    all numbers; prefix pages are shared only between equal ones."""
+    """One adapter in the host's memory. parts: by a target's module and rows, as other devices have other constants for it, a
+    float32[r, in] and b float32[r, out], the scale in b. fingerprint: of all numbers; prefix pages are shared only between equal
+    ones."""
 
-    parts: Mapping[Target, tuple[F32, F32]]
+    parts: Mapping[tuple[str, tuple[int, int] | None], tuple[F32, F32]]
     fingerprint: str
 
 
@@ -122,17 +123,17 @@ class Adapters:
         file = SafetensorsFile(_regular(folder / "adapter_model.safetensors"))
         self._check_tensors(file, r)
         _check_modules(config.get("target_modules"), file)
-        parts: dict[Target, tuple[F32, F32]] = {}
+        parts: dict[tuple[str, tuple[int, int] | None], tuple[F32, F32]] = {}
         digest = blake2b(digest_size=32)
         for target in self._placed:
             if _tensor(target, "A") in file.tensors:
                 a, b = (file.weight(_tensor(target, part), target.module).decode() for part in "AB")
                 with np.errstate(over="ignore"):
                     b = self._in_order(target, b[slice(*(target.rows or (None,)))] * np.float32(scale))
-                parts[target] = np.array(a), np.ascontiguousarray(b.T)
-                if not all(np.isfinite(x).all() for x in parts[target]):
+                parts[target[:2]] = np.array(a), np.ascontiguousarray(b.T)
+                if not all(np.isfinite(x).all() for x in parts[target[:2]]):
                     raise CheckpointError(f"{folder}: {target.module} has numbers that are not finite")
-                digest.update(target.a.name.encode() + b"".join(x.tobytes() for x in parts[target]))
+                digest.update(target.a.name.encode() + b"".join(x.tobytes() for x in parts[target[:2]]))
         return Adapter(parts, digest.hexdigest())
 
     def _scale(self, config: Mapping[str, Any], folder: Path) -> tuple[int, float]:
@@ -172,7 +173,7 @@ class Adapters:
 
     def _write(self, adapter: Adapter, slot: int) -> None:
         for target, tensors in self._placed.items():
-            for value, tensor, array in zip((target.a, target.b), tensors, adapter.parts.get(target, (_NOTHING, _NOTHING))):
+            for value, tensor, array in zip((target.a, target.b), tensors, adapter.parts.get(target[:2], (_NOTHING, _NOTHING))):
                 whole = np.zeros(tuple(map(int, value.shape[1:])), np.float32)
                 whole[: len(array)] = array
                 self._session.assign(tensor, slot, whole)

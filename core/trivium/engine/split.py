@@ -176,7 +176,7 @@ class SplitEngine(Engine):
         many wait at the other side: work goes on here, then."""
         front, began = self.front, self._clock()
         live = [c for c in request.completions if c.seq in front._completions]
-        begun = request.started == len(request.completions) and all(c.seq.pending == 1 for c in live)
+        begun = all(c.seq.pending == 1 and c.seq.length > len(request.prompt_ids) for c in live)
         waiting = len(self.scheduler.waiting) + self._left - self._come
         if not begun or request.pool is not None or waiting >= self.scheduler.max_seqs:
             return False
