@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -139,6 +138,8 @@ class Meter:
 def measure_ceilings(runtime: Any, matrices: Sequence[Any]) -> dict[str, float]:
     """Bytes a second that all threads together read of these weights (of 64 MB, if there are none), and operations a second of
     int8 dot products and float32 multiply-adds on registers. Medians."""
+    import statistics
+
     threads, linear = runtime.threads, _native.linear
     matrices = list(matrices) or [linear.pack(linear.Arena(), "float32", "float32", 1024, np.zeros((1 << 14, 1 << 12), np.uint8))]
     reads = linear.measure_read(matrices, threads, _REPEATS)

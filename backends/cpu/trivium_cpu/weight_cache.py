@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import os
 import struct
-import tempfile
 import zlib
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -55,6 +54,8 @@ class WeightCache:
         """Keeps the packed bytes of a tensor, unless they are few, if the folder can be written."""
         if not self._works or data.nbytes < MIN_BYTES:
             return
+        import tempfile
+
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile(dir=self._folder, suffix=".part", delete=False) as file:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import heapq
-import logging
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -42,7 +41,6 @@ from trivium.text.reader import Reader
 
 PREFILL_SHARE = 8
 """Tokens a sequence from which a step counts as prefill when its speed is measured."""
-_log = logging.getLogger(__name__)
 
 
 class Engine:
@@ -278,9 +276,11 @@ class Engine:
         try:
             self._wait(flight, following)
         except (Exception, SystemExit) as fault:
+            import logging
+
             self.stats.failed_steps += 1
-            count = len(flight.plan.entries)
-            _log.warning("a step of %d sequences failed; they run again one by one: %s", count, fault, exc_info=fault)
+            message = "a step of %d sequences failed; they run again one by one: %s"
+            logging.getLogger(__name__).warning(message, len(flight.plan.entries), fault, exc_info=fault)
             for entry in flight.plan.entries:
                 self._run_alone(entry.seq, flight.began)
             return

@@ -157,7 +157,9 @@ def plan(
     kernels = kernels_of(chosen, device)
     program = rewrite(traced, patterns(kernels), accept=lambda call: accepts(call, kernels))
     p = Plan(path, checkpoint, chosen, device, capabilities, traced, program, (), max_model_len, targets, options)
-    return p._replace(routes=tuple(_route(constant, p) for constant in program.constants))
+    heads = {c.source for c in program.constants if c.value.name == "lm_head.weight"}
+    tables = {value for call in program.calls if call.name == "embedding" for value in call.args}
+    return p._replace(routes=tuple(_route(c, c.source in heads, c.value in tables, p) for c in program.constants))
 
 
 def load(
@@ -242,8 +244,9 @@ def _check_choice(param: str, value: str | None, possible: tuple[str, ...], capa
         raise InvalidRequestError(f"{param} {value!r}: {reason}; choose from auto, {known}", param=param)
 
 
-def _route(constant: Constant, p: Plan) -> tuple[Constant, Weight | None, WeightFormat, bool]:
-    """The constant, its (sliced) checkpoint tensor, its resident format and whether that is lossless."""
+def _route(constant: Constant, head: bool, embeds: bool, p: Plan) -> tuple[Constant, Weight | None, WeightFormat, bool]:
+    """The constant, its (sliced) checkpoint tensor, its resident format and whether that is lossless. `head`: the tensor is that of
+    the output projection; `embeds`: the constant is an embedding's table."""
     formats, checkpoint = {f.name: f for f in p.capabilities.weight_formats}, p.checkpoint
     if constant.array is not None:
         return constant, None, formats["float32"], True
@@ -254,24 +257,22 @@ def _route(constant: Constant, p: Plan) -> tuple[Constant, Weight | None, Weight
         weight = weight.slice_rows(*constant.rows)
     if weight.shape != constant.value.shape:
         raise CheckpointError(f"{constant.source} has the shape {weight.shape}; the configuration says {constant.value.shape}")
-    chosen = _choose_format(weight, constant, formats, p)
+    chosen = _choose_format(weight, head, embeds, formats, p)
     return constant, weight, chosen, chosen.name == "float32" or weight.format in chosen.lossless_from
 
 
-def _choose_format(weight: Weight, constant: Constant, formats: Mapping[str, WeightFormat], p: Plan) -> WeightFormat:
-    name = "float32" if len(weight.shape) < 2 else _quantised(weight, constant, formats, p)
+def _choose_format(weight: Weight, head: bool, embeds: bool, formats: Mapping[str, WeightFormat], p: Plan) -> WeightFormat:
+    name = "float32" if len(weight.shape) < 2 else _quantised(weight, head, embeds, formats, p)
     if name == "auto" and p.options.dtype != "auto":
         name = p.options.dtype if p.options.dtype in formats else "float32"
     lossless = (f for f in formats.values() if weight.format in f.lossless_from)
     return next(lossless, formats["float32"]) if name == "auto" else formats[name]
 
 
-def _quantised(weight: Weight, constant: Constant, formats: Mapping[str, WeightFormat], p: Plan) -> str:
+def _quantised(weight: Weight, head: bool, embeds: bool, formats: Mapping[str, WeightFormat], p: Plan) -> str:
     """The format that `quantize` gives to a weight, or "auto". A table that is not named is the head that it is tied to, else as
     stored; a head that is not named is held as the projections are, but in 8 bits or more unless it is stored in fewer."""
     parts = _quantised_parts(p.options.quantize)
-    head = any(c.value.name == "lm_head.weight" and c.source == constant.source for c in p.program.constants)
-    embeds = any(c.name == "embedding" for c in p.program.consumers().get(constant.value, ()))
     part = "embedding" if embeds and (not head or "embedding" in parts) else "lm_head" if head else "linear"
     name = parts.get(part, "auto" if part == "embedding" else parts.get("linear", "auto"))
     if name not in (*formats, "auto"):

@@ -25,8 +25,7 @@ TokenLogprobs = dict[int, Logprob]
 to k, whether the token is one of them or not."""
 
 
-@dataclass(frozen=True)
-class Metrics:
+class Metrics(NamedTuple):
     """Times of one request in seconds; None where there is nothing to measure.
 
     queue_time: arrival until first scheduled. prefill_time: from there until the last prompt token is computed. decode_time: first

@@ -71,7 +71,7 @@ class Part(NamedTuple):
     pooled: int
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Flight:
     """A step on its way, planned at `began` and on the device since `started`. batch: its arrays, made before the tokens that the
     step before it gives are known: those belong to `holes`, indices of entries. rows, pooled: how many tokens and how many hidden

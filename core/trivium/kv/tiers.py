@@ -6,18 +6,15 @@ is in. A page that can't be had any more is a miss, never an error: its tokens a
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 import re
 import time
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -25,6 +22,9 @@ from trivium.errors import InvalidRequestError, PageFormatError
 from trivium.kv.neutral import TYPES, Array, Layout, decode, encode, pack, stored_dtype, unpack
 from trivium.kv.pool import Evicted, Key, Origin
 from trivium.ops import Pages
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
 
 MAX_IN_FLIGHT = 256 << 20
 """Bytes that may wait to be written, and bytes that may be read ahead. What is beyond is not written, or read when needed."""
@@ -35,7 +35,6 @@ MAX_FILE = 1 << 30
 STALE_SECONDS = 3600
 """Age from which a half-written file is taken for that of a process that died."""
 _NAME = re.compile(r"[0-9a-f]{16}-[0-9a-f]{64}-\d+\.kvpage(\.[0-9a-f]{16}\.tmp)?")
-_log = logging.getLogger(__name__)
 
 
 class Mover(Protocol):
@@ -58,9 +57,11 @@ class Faults:
     count = 0
 
     def add(self, reason: object, pages: int = 1) -> None:
-        log = _log.debug if self.count else _log.warning
-        self.count += pages
-        log("pages of the KV cache are passed over, what they hold is computed again (told once): %s", reason)
+        import logging
+
+        log = logging.getLogger(__name__)
+        level, self.count = logging.DEBUG if self.count else logging.WARNING, self.count + pages
+        log.log(level, "pages of the KV cache are passed over, what they hold is computed again (told once): %s", reason)
 
 
 class Rate:
@@ -100,6 +101,8 @@ class Disk:
             self._look(0)
         except OSError as e:
             raise InvalidRequestError(f"kv_disk_path {folder} can't be used: {e}", param="kv_disk_path") from e
+        from concurrent.futures import ThreadPoolExecutor
+
         self._writer = ThreadPoolExecutor(1, "trivium-kv-write")
         self._reader = ThreadPoolExecutor(1, "trivium-kv-read")
 
@@ -286,8 +289,7 @@ class Tiers:
                 self._disk.write(old, gone)
 
 
-@dataclass(frozen=True)
-class Parcel:
+class Parcel(NamedTuple):
     """The cache of one sequence under way, token by token. computed: tokens it covers. parts: of each group the first token that
     is there and, for each array of a page, dtype and stored array[tokens, ...] (of a recurrent group the state itself)."""
 

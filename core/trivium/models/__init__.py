@@ -5,7 +5,6 @@ The families of this package have no privilege: those of plugins (see plugin/hoo
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -71,6 +70,8 @@ def _family(config: RawConfig) -> tuple[str, Family]:
     family, what = find("model", names[0], Family)
     if family is not None:
         return names[0], Family(blame(what)(family.build), family.defaults, blame(what)(family.read))
+    import difflib
+
     known = [*ARCHITECTURES, *installed("model")]
     near = difflib.get_close_matches(names[0], known, 1, 0.75)
     hint = f"; did you mean {near[0]}?" if near else "."

@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, NamedTuple
 
 from trivium.errors import CheckpointError, UnsupportedError
 
@@ -66,8 +65,7 @@ def flag(config: RawConfig, key: str, default: bool) -> bool:
     return value
 
 
-@dataclass(frozen=True)
-class ModelInfo:
+class ModelInfo(NamedTuple):
     """A decoder's configuration, checked. Sizes are in elements, `max_positions` in tokens; `config` is the flattened
     configuration for what only one family reads. `activation` is a kind of the operator `gated`; `tied`: the output
     projection is the embedding matrix."""

@@ -30,7 +30,7 @@ COLUMNS: Mapping[str, str] = {
 """What SampleInputs holds one number a row of, and as what."""
 
 
-@dataclass(slots=True)  # as Batch made in every step; freezing them would double what they cost
+@dataclass(slots=True, eq=False)  # as Batch made in every step; freezing them would double what they cost
 class SampleInputs:
     """How each sampled row is turned into a token (see ops.sample for the exact pipeline). R rows, CSR lists where ragged.
 
@@ -85,7 +85,7 @@ class Sampled(NamedTuple):
 _NONE: I32 = np.zeros(0, np.int32)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Batch:
     """One step. T tokens of S sequences, R sampled rows, P pooled rows, G groups, B blocks (longest table of the step).
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from types import MappingProxyType, ModuleType
 from typing import Any, NamedTuple
 
@@ -86,8 +85,7 @@ InferResults = Callable[[Sequence[Shape | None], Mapping[str, Any]], tuple[Shape
 MakeCases = Callable[["np.random.Generator"], Iterable[Case]]
 
 
-@dataclass(frozen=True)
-class Operator:
+class Operator(NamedTuple):
     """One member of the operator set. Calling it runs the numpy reference (float32 arithmetic)."""
 
     name: str
@@ -95,7 +93,7 @@ class Operator:
     reference: Callable[..., Any]
     cases: MakeCases
     tolerances: Mapping[str, Tolerance]
-    attrs: Mapping[str, Any] = field(default_factory=dict)
+    attrs: Mapping[str, Any] = MappingProxyType({})
     infer: InferResults | None = None
 
     def __call__(self, *args: Any, **attrs: Any) -> Any:

@@ -55,16 +55,14 @@ class Recurrent:
 StateSpec = PagedKV | LatentKV | Recurrent
 
 
-@dataclass(frozen=True)
-class Group:
+class Group(NamedTuple):
     """Layers that share one block table: `states[i]` is the Program's state that lives in layer slot i of each page."""
 
     spec: StateSpec
     states: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class KVSpec:
+class KVSpec(NamedTuple):
     """What a backend must store. One pool of pages serves all groups: a page belongs to one group at a time and holds
     `page_size` tokens of each of its layer slots (for Recurrent: one sequence's state of each). `dtype`: a KV format: a float type
     (numbers are rounded to nearest, ties to even) or "int8", see kv_int8(); recurrent states are float32 whatever it is."""
@@ -101,7 +99,7 @@ class Pages(NamedTuple):
     tensors: tuple[tuple[npt.NDArray[np.float32], ...], ...]
 
 
-@dataclass
+@dataclass(eq=False)
 class PagedState:
     """One PagedKV or LatentKV layer as the reference sees it in one step.
 
@@ -116,7 +114,7 @@ class PagedState:
     slots: npt.NDArray[np.int64]
 
 
-@dataclass
+@dataclass(eq=False)
 class RecurrentState:
     """One Recurrent layer as the reference sees it. data: float32[pages, *shape]; table: int32[seqs], the page of each sequence.
     A sequence whose context starts in this step (context length == query length) starts from zeros, whatever the page holds."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import json
 import re
 import sys
@@ -152,6 +151,8 @@ def _pick(base: str, devices: Sequence[Device], wanted: str) -> Device:
 
 
 def _unknown(name: str, known: list[str]) -> str:
+    import difflib
+
     near = difflib.get_close_matches(name.lower(), known, 1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     return f"no backend is called {name!r}{hint} (installed: auto, {', '.join(known)})"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import itertools
 from collections.abc import Mapping, Sequence
 from operator import add
@@ -76,7 +75,8 @@ class Vocabulary:
                 raise CheckpointError(f"the file's tokenizer says {key} is token {token_id}, but has {count} tokens")
         self.ends = {self.ids[key] for key in _ENDS if key in self.ids}
         named, special = set(self.ids.values()), (_CONTROL, _UNKNOWN)
-        marked = [i for i, kind in enumerate(self.types) if kind in (_CONTROL, _UNKNOWN, _USER_DEFINED) or i in named]
+        kinds = {_CONTROL, _UNKNOWN, _USER_DEFINED}
+        marked = sorted({*itertools.compress(range(count), map(kinds.__contains__, self.types)), *named})
         texts = [(i, self.tokens[i]) for i in marked if self.tokens[i].strip(" ")]
         self.prefix = self.model == "llama" and found.get("add_space_prefix") is not False
         if self.model != "gpt2":
@@ -98,7 +98,8 @@ class Vocabulary:
         listed = self.found.get("merges", ())
         parts = " ".join(listed).split(" ") if listed else []
         needed = itertools.chain({*parts}, map(add, parts[::2], parts[1::2]))
-        if {text.count(" ") for text in listed} <= {1} and all(parts) and all(map(self.vocab.__contains__, needed)):
+        blanks = {*map(str.count, listed, itertools.repeat(" "))}
+        if blanks <= {1} and all(parts) and all(map(self.vocab.__contains__, needed)):
             return
         for i, merge in enumerate(listed):
             if merge.count(" ") != 1 or not self.vocab.keys() >= {*merge.split(" "), merge.replace(" ", "")}:
@@ -172,6 +173,8 @@ def derive_merges(tokens: Sequence[str], types: Sequence[int], scores: Sequence[
 def splits(name: str) -> tuple[str, ...]:
     """Patterns to apply one after the other, each isolating its matches; UnsupportedError for a name that is not known."""
     if name not in _SPLITS:
+        import difflib
+
         near = difflib.get_close_matches(name, _SPLITS, n=3)
         hint = f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(sorted(_SPLITS))}"
         message = f"the file's tokenizer uses the pre-tokenizer {name!r} (tokenizer.ggml.pre), which is not known; {hint}"

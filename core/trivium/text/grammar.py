@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import json
-import subprocess
 import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence, Set
-from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import SimpleNamespace
@@ -26,6 +24,8 @@ from trivium.errors import InvalidRequestError
 from trivium.ops.batch import id_mask
 
 if TYPE_CHECKING:
+    from concurrent.futures import Future
+
     from llguidance import LLMatcher, LLTokenizer
 
     from trivium.text.tokenizer import Tokenizer
@@ -70,6 +70,8 @@ class Grammars:
         """A new matcher at the beginning of a text; `kind`: json (a schema), regex, choice (a JSON list of strings) or grammar
         (Lark or GBNF). `end_ids`: tokens that end the output, allowed exactly where the text may end. InvalidRequestError with the
         reason if the grammar is not possible."""
+        from concurrent.futures import Future
+
         spec = kind, text
         with self._lock:
             future = self._known.get(spec)
@@ -99,6 +101,8 @@ class Grammars:
 
     def _compile(self, kind: str, text: str) -> LLMatcher | str:
         """A matcher at the beginning, or why there is none."""
+        import subprocess
+
         from llguidance import LLMatcher, LLParserLimits
 
         trial = subprocess.run([sys.executable, "-P", "-c", _TRIAL, kind], input=_rules(kind, text).encode(), capture_output=True)

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import json
 import re
-import secrets
 from collections.abc import Generator
 from typing import Any
 
@@ -250,6 +249,8 @@ class OutputParser:
         return True
 
     def _start(self, name: str, arguments: str) -> int:
+        import secrets
+
         self._accept()
         index, self._started = self._started, self._started + 1
         self._out.append(CallStart(index, "".join(secrets.choice(_ID_LETTERS) for _ in range(9)), name))

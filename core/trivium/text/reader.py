@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trivium.errors import InvalidRequestError
 from trivium.text.parser import OutputParser
@@ -17,8 +16,7 @@ _TAIL = 32
 """Last tokens of a prompt in which a marker that opens reasoning is looked for."""
 
 
-@dataclass(frozen=True)
-class ToolUse:
+class ToolUse(NamedTuple):
     """Tools of a request. offered: what the chat template is given. schemas: their parameters by name. forced: the JSON schema of
     an answer that must be one call, {"name": …, "arguments": {…}}; None where the model may choose."""
 
@@ -96,8 +94,7 @@ def _moved(schema: Any, root: str) -> Any:
     return [_moved(item, root) for item in schema] if isinstance(schema, list) else schema
 
 
-@dataclass(frozen=True)
-class Reader:
+class Reader(NamedTuple):
     """How the answers of one chat are read. names: of the syntaxes. shown: special tokens that the text must show, as the parser
     needs them."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -35,6 +34,8 @@ def resolve(model: str, *, cache_dir: str | Path | None = None, progress: bool =
     if fetch is not None:
         with blame(what):
             return Path(fetch(name, cache, progress, verify))
+    import difflib
+
     cached = [folder.name.replace("--", ":", 1).replace("--", "/") for folder in (cache or cache_folder()).glob("*--*/")]
     near = " or ".join(difflib.get_close_matches(model, [*ALIASES, *cached], n=3, cutoff=0.5))
     possible = ", ".join(["a path that exists", *ALIASES, *(f"{scheme}:NAME" for scheme in installed("model_source"))])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence as Seq
 from collections import defaultdict
 from dataclasses import dataclass
@@ -24,8 +23,6 @@ AGE = 32
 """Steps after which a new measurement of a time takes the place of the older ones."""
 AGING = 0.998
 """What is left, after each step, of a time that is not measured any more."""
-
-_log = logging.getLogger(__name__)
 
 
 class _Measured:
@@ -197,11 +194,14 @@ class Speculator:
             drafts = self._drafter.propose(asks)
             self._in_a_row = 0
         except Exception as fault:
+            import logging
+
             self._in_a_row += 1
             self._stats.failed_drafts += 1
             drafts = [()] * len(asks)
             last = "" if self._in_a_row < MAX_FAILURES else "; there will be no more"
-            _log.warning("no drafts for this step, as proposing them failed%s: %s", last, fault, exc_info=fault)
+            message = "no drafts for this step, as proposing them failed%s: %s"
+            logging.getLogger(__name__).warning(message, last, fault, exc_info=fault)
         seconds = self._clock() - began
         self._stats.draft_seconds += seconds
         records = [self._records[ask.seq] for ask in asks]
