@@ -1,0 +1,1 @@
+"""newchip as a backend of trivium."""
