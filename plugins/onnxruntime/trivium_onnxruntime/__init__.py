@@ -1,0 +1,1 @@
+"""trivium's backend `onnxruntime`: Programs as ONNX models. See plugin.py."""
