@@ -37,7 +37,7 @@ class Ours:
     def __init__(self, model: str, prompts: dict[str, list[list[int]]], options: dict[str, Any], reps: int) -> None:
         from trivium import LLM, SamplingParams
 
-        self.llm = LLM(model, backend="cpu", **LIMITS | options)
+        self.llm = LLM(model, **{"backend": "cpu"} | LIMITS | options)
         self._params = SamplingParams
         self.prompts = prompts
         self.reps = reps
