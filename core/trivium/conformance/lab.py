@@ -48,6 +48,10 @@ class Lab:
         """Activation dtypes to judge: the one asked for, else all."""
         return (self.options["dtype"],) if "dtype" in self.options else self.capabilities.dtypes
 
+    def kv_dtypes(self, dtype: str) -> tuple[str, ...]:
+        """KV formats that go with an activation dtype."""
+        return tuple(kv for kv in self.capabilities.kv_dtypes if self.capabilities.kv_refused(dtype, kv) is None)
+
     @property
     def page_size(self) -> int:
         """A small page size, so that short examples cross pages."""

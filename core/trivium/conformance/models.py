@@ -55,7 +55,7 @@ def judge_logits(lab: Lab, name: str) -> Verdict:
     fused = fuse(lab, program)
     errors = []
     for dtype in lab.dtypes:
-        for kv_dtype in lab.capabilities.kv_dtypes:
+        for kv_dtype in lab.kv_dtypes(dtype):
             for step in (s for s in STEPS[1:] if s.query_starts[-1] <= lab.step_tokens):
                 example = whole_model(program, step, lab.page_size)
                 outcome = lab.run(example, fused, dtype=dtype, kv_dtype=kv_dtype)

@@ -14,6 +14,8 @@ from trivium.ops.patterns import trace
 from trivium.ops.state import kv_int8
 
 Array = npt.NDArray[Any]
+EXACT = ("float32", "float16", "bfloat16", "int8")
+"""KV formats of which is known what they keep."""
 
 
 def round_to(array: Array, dtype: str) -> Array:

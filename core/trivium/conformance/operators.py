@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from trivium.conformance.examples import Example, make_example
 from trivium.conformance.lab import Lab, Outcome
-from trivium.conformance.numbers import expect_close, round_to, tolerance
+from trivium.conformance.numbers import EXACT, expect_close, round_to, tolerance
 from trivium.conformance.report import Check, Mismatch, Verdict
 from trivium.ops import OPERATORS, Case, Operator, Pattern, PagedState, Program, Tolerance
+from trivium.ops.examples import STALE
 from trivium.plugin.select import Choice, choose, kernel_name
 
 SEED = 20240
@@ -55,7 +56,7 @@ class Setting(NamedTuple):
 def settings(lab: Lab, case: Case, dtype: str) -> Iterator[Setting]:
     """The KV dtypes and page sizes to try a case with."""
     paged = any(isinstance(a, PagedState) for a in case.args)
-    for kv_dtype in lab.capabilities.kv_dtypes if paged else lab.capabilities.kv_dtypes[:1]:
+    for kv_dtype in lab.kv_dtypes(dtype) if paged else lab.kv_dtypes(dtype)[:1]:
         for page_size in lab.page_sizes if paged else (lab.page_size,):
             yield Setting(dtype, kv_dtype, page_size)
 
@@ -82,7 +83,10 @@ def judge_case(lab: Lab, op: Operator | Pattern, case: Case, setting: Setting, w
 
 
 def _expect_kept(where: str, outcome: Outcome, kv_dtype: str) -> None:
-    """Keys and values that were only stored are those that the KV dtype keeps, to the last bit."""
+    """Keys and values that were only stored are those that the KV dtype keeps, to the last bit; what a format of the backend's own
+    keeps is unknown."""
+    if kv_dtype not in EXACT:
+        return
     for got, right in zip(outcome.states, outcome.want_states):
         assert isinstance(got, PagedState) and isinstance(right, PagedState)
         for part in ("k", "v"):
@@ -112,7 +116,18 @@ def compare(what: str, outcome: Outcome, allowed: Tolerance) -> None:
     for got, right in zip(outcome.states, outcome.want_states):
         for part in ("k", "v", "data"):
             if hasattr(right, part):
-                expect_close(f"{what} state {part}", getattr(got, part), getattr(right, part), allowed)
+                want, made = getattr(right, part), getattr(got, part)
+                made = np.where(_nobodys(right)[:, :, None, None], want, made) if isinstance(right, PagedState) else made
+                expect_close(f"{what} state {part}", made, want, allowed)
+
+
+def _nobodys(state: PagedState) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    """bool[pages, page_size]: slots behind the last token of a page that the step writes to. A backend may clear them, for nobody
+    reads them before they are written."""
+    stale = np.abs(state.k).min(axis=(2, 3)) > STALE / 2
+    written = np.zeros(len(state.k), bool)
+    written[state.slots[state.slots >= 0] // state.k.shape[1]] = True
+    return np.asarray(stale & written[:, None])
 
 
 def verdict(choices: Sequence[Choice]) -> Verdict:

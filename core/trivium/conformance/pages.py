@@ -7,14 +7,13 @@ from collections.abc import Iterator
 import numpy as np
 
 from trivium.conformance.lab import Lab
-from trivium.conformance.numbers import Array, round_to
+from trivium.conformance.numbers import EXACT, Array, round_to
 from trivium.conformance.report import Check, Mismatch, Verdict
 from trivium.errors import CapacityError
 from trivium.ops import Group, KVSpec, LatentKV, PagedKV, Recurrent, StateSpec
 from trivium.plugin import Pages, Session
 
 POOL = 9
-_EXACT = ("float32", "float16", "bfloat16", "int8")
 _GROUPS: dict[str, tuple[StateSpec, ...]] = {
     "one group": (PagedKV(2, 16),),
     "window and full groups": (PagedKV(3, 8, window=16), PagedKV(3, 8)),
@@ -75,7 +74,7 @@ def _judge_group(first: Session, second: Session, spec: KVSpec, group: int, page
     ids = [7, 0, 3, 5]
     first.import_pages(group, ids, pages)
     held = first.export_pages(group, ids)
-    if spec.dtype in _EXACT:
+    if spec.dtype in EXACT:
         _expect_equal("import, export", held, pages)
     if (held.page_size, held.dtype) != (spec.page_size, spec.dtype) or held.group != spec.groups[group]:
         raise Mismatch(f"exported pages call themselves {held.group}, {held.page_size} tokens of {held.dtype}")

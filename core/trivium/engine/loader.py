@@ -141,6 +141,8 @@ def plan(
     floats = [f.name for f in capabilities.weight_formats if f.name in _SAMPLE_FORMATS]
     _check_choice("dtype", options.dtype, (*capabilities.dtypes, *floats), capabilities)
     _check_choice("kv_dtype", options.kv_dtype, capabilities.kv_dtypes, capabilities)
+    if options.kv_dtype != "auto" and (reason := capabilities.kv_refused(_activations(options, capabilities), options.kv_dtype)):
+        raise InvalidRequestError(f"kv_dtype {options.kv_dtype!r}: {reason}", param="kv_dtype")
     path = resolve_model(model, progress=progress)
     checkpoint = open_checkpoint(path)
     positions = describe(checkpoint.config).max_positions
@@ -219,11 +221,14 @@ def _adapters(session: Session, p: Plan, weights: Mapping[str, Any]) -> Adapters
     return Adapters(session, placed, p.options.max_loras, p.options.max_lora_rank, head_dim)
 
 
+def _activations(options: LoadOptions, can: Capabilities) -> str:
+    return options.dtype if options.dtype in can.dtypes else can.dtypes[0]
+
+
 def _backend_options(p: Plan) -> dict[str, Any]:
     can, options, tokens = p.capabilities, p.options, p.step_tokens
-    activations = options.dtype if options.dtype in can.dtypes else can.dtypes[0]
     rows = options.max_num_seqs * (1 + options.num_speculative_tokens)
-    given = {"dtype": activations, "max_batched_tokens": tokens, "max_seqs": rows, "max_model_len": p.max_model_len}
+    given = {"dtype": _activations(options, can), "max_batched_tokens": tokens, "max_seqs": rows, "max_model_len": p.max_model_len}
     if can.graph_capture and p.backend.api_version >= 2:
         given["graph_sizes"] = _graph_sizes(can, len(p.program.states), min(rows, tokens))
     return {**given, "strict": options.strict, **options.backend_options}

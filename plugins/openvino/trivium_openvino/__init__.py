@@ -1,0 +1,1 @@
+"""OpenVINO as a trivium backend: Programs become OpenVINO models."""
