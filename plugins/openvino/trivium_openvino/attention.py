@@ -104,7 +104,7 @@ def paged_attention(low: Lowering, qkv: list[Any], state: int, spec: PagedKV, at
     node = attention_node([
         *qkv, *caches,
         low.feed("past_lens", (-1,), _past_lens),
-        low.feed("query_starts", (-1,), lambda batch: np.array(batch.query_starts, np.int32)),
+        low.feed("query_starts", (-1,), lambda batch: batch.query_starts),
         low.feed(("pages", group), (-1,), tables.indices),
         low.feed(("begins", group), (-1,), tables.begins),
         _constant(attrs["scale"], np.float32), _constant(attrs["window"] or 0, np.int32), _empty(np.float32),

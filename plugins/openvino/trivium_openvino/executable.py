@@ -18,23 +18,31 @@ from trivium_openvino.lowering import Array, Feed, Fixed, Lowering, Part
 SAMPLE = OPERATORS["sample"]
 
 
+class Input(NamedTuple):
+    """A step's input of a model: its number, and what it is made of."""
+
+    index: int
+    make: Callable[[Batch, Mapping[Value, Array]], Array]
+
+
 class Model(NamedTuple):
-    """A part's compiled model with a request of its own; inputs are feeds, fixed, taken, in this order."""
+    """A part's compiled model with a request of its own. held: the memory of each input, kept as long as its shape stays."""
 
     request: Any
-    feeds: tuple[Feed, ...]
-    taken: tuple[Value, ...]
-    first_taken: int
+    inputs: tuple[Input, ...]
     given: tuple[Value, ...]
+    held: dict[int, Array]
 
-    def start(self, batch: Batch, values: Mapping[Value, Array]) -> list[Array]:
-        """Starts the model; returns the arrays that must live until it is done."""
-        arrays = [feed.make(batch) for feed in self.feeds] + [np.ascontiguousarray(values[v]) for v in self.taken]
-        for i, array in enumerate(arrays):
-            at = i if i < len(self.feeds) else self.first_taken + i - len(self.feeds)
-            self.request.set_input_tensor(at, _tensor(array))
+    def start(self, batch: Batch, values: Mapping[Value, Array]) -> None:
+        """Copies the inputs and starts the model."""
+        for index, make in self.inputs:
+            array, held = make(batch, values), self.held.get(index)
+            if held is not None and held.shape == array.shape:
+                held[...] = array
+            else:
+                self.held[index] = held = np.array(array, order="C")
+                self.request.set_input_tensor(index, _tensor(held))
         self.request.start_async()
-        return arrays
 
     def results(self) -> dict[Value, Array]:
         """Views of what it made, for as long as it does not run again."""
@@ -90,7 +98,6 @@ class OvExecutable(Executable):
         self._parts = [self._ready(part) if isinstance(part, Part) else part for part in low.parts]
         self._whole = self._parts[0] if len(self._parts) == 1 and isinstance(self._parts[0], Model) else None
         self.last: OvStep | None = None
-        self._kept: list[Array] = []
 
     def _ready(self, part: Part) -> Model:
         compiled = self.owner.compiled(part.model())
@@ -99,7 +106,9 @@ class OvExecutable(Executable):
         for i, fixed in enumerate(part.fixed):
             _check(compiled.inputs[first + i], fixed)
             request.set_input_tensor(first + i, ov.Tensor(fixed.array, list(fixed.array.shape), fixed.type))
-        return Model(request, tuple(part.feeds.values()), tuple(part.taken), first + len(part.fixed), tuple(part.given))
+        inputs = [Input(i, _of_batch(feed)) for i, feed in enumerate(part.feeds.values())]
+        inputs += [Input(i, _of_values(value)) for i, value in enumerate(part.taken, first + len(part.fixed))]
+        return Model(request, tuple(inputs), tuple(part.given), {})
 
     @property
     def models(self) -> int:
@@ -110,7 +119,7 @@ class OvExecutable(Executable):
         self.owner.settle()
         self.last = step = OvStep(self, _copied(batch.sampling))
         if self._whole is not None:
-            self._kept = self._whole.start(batch, {})
+            self._whole.start(batch, {})
             self.owner.flying = step
         else:
             step.finish(lambda: self._run_parts(batch))
@@ -139,10 +148,9 @@ class OvExecutable(Executable):
         values: dict[Value, Array] = {}
         for part in self._parts:
             if isinstance(part, Model):
-                kept = part.start(batch, values)
+                part.start(batch, values)
                 part.request.wait()
                 values.update(part.results())
-                del kept
             else:
                 self._run_on_host(part, batch, values)
         return values
@@ -158,6 +166,14 @@ class OvExecutable(Executable):
         if value.kind == "constant":
             return self._low.weights[value]
         return np.array(getattr(batch, value.name)) if value.kind == "input" else values[value]
+
+
+def _of_batch(feed: Feed) -> Callable[[Batch, Mapping[Value, Array]], Array]:
+    return lambda batch, values: feed.make(batch)
+
+
+def _of_values(value: Value) -> Callable[[Batch, Mapping[Value, Array]], Array]:
+    return lambda batch, values: values[value]
 
 
 def _tensor(array: Array) -> ov.Tensor:

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from openvino import opset15 as ops
 
-from trivium.ops import Batch, Call, Value
+from trivium.ops import Call, Value
 from trivium.plugin import Kernel
 from trivium_openvino.lowering import Lowering
 
@@ -95,16 +95,18 @@ def _gated(low: Lowering, call: Call) -> None:
 class Turns:
     """Cosines and sines of a rope's angles, float32, by position: made once, as far as positions have come."""
 
-    def __init__(self, inv_freq: npt.NDArray[np.float32], scale: float) -> None:
-        self._inv_freq, self._scale = inv_freq, np.float32(scale)
-        self._tables = np.zeros((2, 0, len(inv_freq)), np.float32)
+    def __init__(self, inv_freq: npt.NDArray[np.float32], scale: float, shape: tuple[int, ...]) -> None:
+        """`shape`: of a position; if it has twice as many numbers as inv_freq, they stand there twice."""
+        self._inv_freq, self._scale, self._shape = np.resize(inv_freq, int(np.prod(shape))), np.float32(scale), shape
+        self._tables = np.zeros((2, 0, *shape), np.float32)
 
     def at(self, positions: npt.NDArray[np.int32], which: int) -> npt.NDArray[np.float32]:
-        """float32[tokens, half] of the cosines (0) or sines (1)."""
+        """float32[tokens, *shape] of the cosines (0) or sines (1)."""
         top = int(positions.max(initial=-1)) + 1
         if top > self._tables.shape[1]:
             angles = np.arange(-(-top // 1024) * 1024, dtype=np.float32)[:, None] * self._inv_freq
-            self._tables = np.stack([np.cos(angles), np.sin(angles)]) * self._scale
+            tables = np.stack([np.cos(angles), np.sin(angles)]) * self._scale
+            self._tables = tables.reshape(2, len(angles), *self._shape)
         return self._tables[which].take(positions, axis=0)
 
 
@@ -114,20 +116,11 @@ def _turns(low: Lowering, positions: Value, inv_freq: Value, scale: float, inter
     if key in low.part.feeds:
         return low.part.feeds[key].parameter, low.part.feeds[(*key, "sin")].parameter
     assert positions.kind == "input"
-    table = Turns(low.array(inv_freq), scale)
     half = int(inv_freq.shape[0])
-    shape = (-1, 1, half, 1) if interleaved else (-1, 1, 1, 2 * half)
-
-    def make(which: int) -> Callable[[Batch], npt.NDArray[np.float32]]:
-        def of(batch: Batch) -> npt.NDArray[np.float32]:
-            found = table.at(batch.positions, which)
-            found = found if interleaved else np.concatenate([found, found], axis=1)
-            return found.reshape(len(found), *shape[1:])
-
-        return of
-
-    cos = low.feed(key, shape, make(0), np.float32)
-    return cos, low.feed((*key, "sin"), shape, make(1), np.float32)
+    shape = (1, half, 1) if interleaved else (1, 1, 2 * half)
+    table = Turns(low.array(inv_freq), scale, shape)
+    cos = low.feed(key, (-1, *shape), lambda batch: table.at(batch.positions, 0), np.float32)
+    return cos, low.feed((*key, "sin"), (-1, *shape), lambda batch: table.at(batch.positions, 1), np.float32)
 
 
 def _rope(low: Lowering, call: Call) -> None:

@@ -17,7 +17,7 @@ from trivium_openvino.weights import Resident
 
 Array = npt.NDArray[Any]
 Make = Callable[[Batch], Array]
-"""One input of a step, as an array of its own: a step may still run when the batch's arrays are used for the next one."""
+"""One input of a step; it is copied before run() returns."""
 _INTEGERS = {np.dtype(np.int32): ov.Type.i32, np.dtype(np.float32): ov.Type.f32}
 
 
@@ -89,7 +89,7 @@ class Lowering:
             if value.kind == "constant":
                 env[value] = self.weights[value].node(self.fix)
             elif value.kind == "input":
-                env[value] = self.feed(value.name, (-1,), lambda batch: np.array(getattr(batch, value.name), np.int32))
+                env[value] = self.feed(value.name, (-1,), lambda batch: getattr(batch, value.name))
             else:
                 shape = [d if isinstance(d, int) else -1 for d in value.shape]
                 env[value] = ops.parameter(shape, np.float32 if value.dtype == "float" else np.int32)
