@@ -189,13 +189,13 @@ inline Softened soften(const AttentionSpan& s, Keys seen, Keys scored, const Run
   }
 }
 
-// Fetches the keys of the run at `at`, which are wanted next.
-template <typename Pages>
-inline void fetch_keys(const AttentionSpan& s, int64_t at) {
-  constexpr int64_t kItem = static_cast<int64_t>(sizeof(typename Pages::Item)), kPer = Pages::kPairs ? 2 : 1;
-  if (at >= s.context) return;
-  const uint8_t* block = s.pages + s.blocks[at / s.layout.page_size] * s.page_bytes + s.key_offset + at % s.layout.page_size * kPer * kItem;
-  for (int64_t i = 0; i < s.layout.key_dim() / kPer; ++i) fetch(block + i * s.layout.page_size * kPer * kItem);
+// Fetches the run of keys that lies `after` keys from where AttentionSpan::next begins.
+inline void fetch_keys(const AttentionSpan& s, int64_t after) {
+  const KvLayout& l = s.layout;
+  const int64_t at = s.next.begin + after;
+  if (at >= s.next.end) return;
+  const uint8_t* key = s.pages + s.next.blocks[at / l.page_size] * s.page_bytes + s.next.key_offset + l.key_at(at % l.page_size);
+  for (int64_t i = 0; i < l.key_rows(); ++i) fetch(key + i * l.key_row_bytes());
 }
 
 // values[r][..] = sum of weight * value over `keys`, for R rows and V vectors of dimensions from `dim` on.
@@ -222,7 +222,7 @@ inline void weigh(const AttentionSpan& s, Keys keys, const Run* runs, const floa
   };
   for (int64_t at = keys.low / 2 * 2; at < keys.high;) {
     const Run& run = runs[at / kKeyRun];
-    if (dim == 0 && s.rows <= kSpanRows) fetch_keys<Pages>(s, s.end + at / kKeyRun * kKeyRun);
+    if (dim == 0 && s.rows <= kSpanRows) fetch_keys(s, at / kKeyRun * kKeyRun);
     const auto* block = reinterpret_cast<const typename Pages::Item*>(run.page + s.value_offset);
     const int64_t run_end = at / kKeyRun * kKeyRun + kKeyRun, stop = run_end < keys.high ? run_end : keys.high;
     int64_t pair = (run.token + at % kKeyRun) / 2;

@@ -46,10 +46,25 @@ struct KvLayout {
   int64_t key_bytes() const { return key_dim() * page_size * item() + scale_bytes(); }
   int64_t value_bytes() const { return value_dim() * page_size * item() + scale_bytes(); }
   int64_t bytes() const { return kv_heads * (key_bytes() + value_bytes()); }
+  // Keys are rows of dimensions, values rows of tokens; with pairs two of them side by side are one row. Where a token begins in each row
+  // of keys, and its row of values: bytes.
+  int64_t per_row() const { return type == KvType::bfloat16 || type == KvType::int8 ? 2 : 1; }
+  int64_t key_rows() const { return key_dim() / per_row(); }
+  int64_t key_row_bytes() const { return page_size * per_row() * item(); }
+  int64_t key_at(int64_t token) const { return token * per_row() * item(); }
+  int64_t value_row_bytes() const { return value_dim() * per_row() * item(); }
+  int64_t value_at(int64_t token) const { return token / per_row() * value_row_bytes(); }
   int64_t key_offset(int64_t head) const { return head * key_bytes(); }
   int64_t value_offset(int64_t head) const { return kv_heads * key_bytes() + head * value_bytes(); }
   // From one row of prepared queries (Kernels::queries) to the next.
   int64_t query_bytes() const { return value_dim() * 4 + 64; }
+};
+
+// Keys [begin, end) of a sequence, of the kv head at key_offset.
+struct KeySpan {
+  const int32_t* blocks = nullptr;
+  int64_t begin = 0, end = 0;  // begin: a multiple of kSpan
+  int64_t key_offset = 0;
 };
 
 // One span of attention: `rows` query rows (tokens x heads of one kv head) against keys [begin, end) of one sequence.
@@ -70,6 +85,7 @@ struct AttentionSpan {
   int64_t value_offset = 0;
   KvLayout layout;
   float* scores = nullptr;            // scratch [kSpanRows][kSpan]
+  KeySpan next;                       // what is asked of memory meanwhile: the keys that will be read next
 };
 
 // The state of a softmax over some keys: maximum of the scores (times log2 e), sum of the weights and weighted values of each row. Values are

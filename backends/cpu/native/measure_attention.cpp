@@ -89,6 +89,7 @@ struct Bench {
     const Partial total{at, at + rows, at + 2 * rows}, part{at + state(), at + state() + rows, at + state() + 2 * rows};
     for (s.begin = 0; s.begin < position + s.rows / shape.group; s.begin += kSpan) {
       s.end = s.begin + kSpan;
+      s.next = {s.blocks, s.end, s.context, s.key_offset};
       kernels.attend(s, s.begin == 0 ? total : part);
       if (s.begin > 0) kernels.merge(total, part, s.rows, l.value_dim());
     }

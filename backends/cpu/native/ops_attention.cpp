@@ -19,9 +19,35 @@ void RopeWrite::prepare(const Step& step, const NormSpec& norm, const float* x, 
   }
 }
 
+// Work is shared out in blocks of so many tokens of one kv head.
+int64_t RopeWrite::block_tokens(const Step& step, int threads) const {
+  return std::clamp<int64_t>(step.count(tokens_) * layer_.layout.kv_heads / (16 * threads), 1, kKeyRun);
+}
+
+// A token's key is spread over as many lines as it has pairs of dimensions, and stores wait for each of them in turn.
+void RopeWrite::ask_ahead(const Step& step, int thread, int threads) const {
+  const KvLayout& l = layer_.layout;
+  const int64_t tokens = step.count(tokens_), size = block_tokens(step, threads), blocks = (tokens + size - 1) / size;
+  const int64_t* slots = step.slot_mapping + layer_.group * step.tokens;
+  const int64_t end = Shares::first(thread + 1, threads, blocks * l.kv_heads);
+  int64_t left = kAhead;
+  for (int64_t i = Shares::first(thread, threads, blocks * l.kv_heads); i < end; ++i) {
+    const int64_t first = i / l.kv_heads * size, head = i % l.kv_heads;
+    for (int64_t t = first; t < std::min(first + size, tokens); ++t) {
+      if (slots[t] < 0 || (t > first && slots[t] == slots[t - 1] + 1)) continue;  // in the lines of the one before
+      if (left-- == 0) return;
+      const int64_t token = slots[t] % l.page_size;
+      const uint8_t* page = step.kv->page(slots[t] / l.page_size) + layer_.offset;
+      const uint8_t *key = page + l.key_offset(head) + l.key_at(token), *value = page + l.value_offset(head) + l.value_at(token);
+      for (int64_t row = 0; row < l.key_rows(); ++row) __builtin_prefetch(key + row * l.key_row_bytes(), 1);
+      for (int64_t at = 0; at < l.value_row_bytes(); at += linear::kAlign) __builtin_prefetch(value + at, 1);
+    }
+  }
+}
+
 void RopeWrite::run(const Step& step, Worker& worker) {
   const int64_t kv_heads = layer_.layout.kv_heads, tokens = step.count(tokens_);
-  const int64_t size = std::clamp<int64_t>(tokens * kv_heads / (4 * worker.threads()), 1, kKeyRun), blocks = (tokens + size - 1) / size;
+  const int64_t size = block_tokens(step, worker.threads()), blocks = (tokens + size - 1) / size;
   float* keys = static_cast<float*>(worker.scratch());
   worker.share(shares[0], blocks * kv_heads, [&](int64_t i) {
     const int64_t first = i / kv_heads * size;
@@ -37,6 +63,13 @@ void RopeWrite::run_block(const Step& step, int64_t first, int64_t last, int64_t
   const float* k = step.floats(k_) + (first * kv_heads + head) * dim;
   const float* v = step.floats(v_) + (first * kv_heads + head) * dim;
   const int64_t* slots = step.slot_mapping + layer_.group * step.tokens;
+  // Other threads made most of these numbers.
+  for (int64_t t = first; t < last; ++t) {
+    const int64_t at = (t * kv_heads + head) * dim;
+    if (group > 0) ask_for(step.floats(q_) + at * group, dim * group);
+    ask_for(step.floats(k_) + at, dim);
+    ask_for(step.floats(v_) + at, dim);
+  }
   for (int64_t t = first; t < last; ++t) {
     const float* row = rows == nullptr ? nullptr : rows + t * 2 * half;
     for (int64_t g = 0; g < group; ++g) {
@@ -96,22 +129,30 @@ Attention::Work Attention::plan(const Step& step) const {
   return work;
 }
 
-// Tile `index` of those of one kv head after those of another, so that neighbours read the same keys.
-Attention::Tile Attention::find_tile(const Step& step, int64_t index, int64_t tiles) const {
+// Tile `index` of all: sequence by sequence, so that a thread finds what it wrote of them (see RopeWrite), then kv head by kv head, so that
+// neighbours read the same keys; the longest contexts of a prefill first.
+Attention::Tile Attention::find_tile(const Step& step, int64_t index) const {
   const int32_t* starts = step.ints(query_starts_);
   const int32_t* contexts = step.ints(context_lens_);
-  const int64_t size = tile_tokens();
-  int64_t seq = 0, tile = index % tiles;
-  for (;; ++seq) {
-    const int64_t own = (starts[seq + 1] - starts[seq] + size - 1) / size;
-    if (tile < own) break;
-    tile -= own;
+  const int64_t size = tile_tokens(), kv_heads = layer_.layout.kv_heads;
+  int64_t seq = 0, own = 0;
+  for (;; ++seq, index -= own * kv_heads) {
+    own = (starts[seq + 1] - starts[seq] + size - 1) / size;
+    if (index < own * kv_heads) break;
   }
-  const int64_t queries = starts[seq + 1] - starts[seq], context = contexts[seq], first = tile * size;
+  const int64_t queries = starts[seq + 1] - starts[seq], context = contexts[seq], first = (own - 1 - index % own) * size;
   const int64_t tokens = std::min(size, queries - first), position = context - queries + first;
   const int64_t low = window > 0 ? std::max<int64_t>(0, position + 1 - window) : 0;
   const int64_t high = causal ? std::min(context, position + tokens) : context;
-  return {seq, index / tiles, starts[seq] + first, tokens, position, low / kSpan, (high + kSpan - 1) / kSpan};
+  return {seq, index / own, starts[seq] + first, tokens, position, low / kSpan, (high + kSpan - 1) / kSpan};
+}
+
+// The keys of a tile's span; none for a span that it has not.
+KeySpan Attention::keys_of(const Step& step, const Tile& tile, int64_t span) const {
+  if (span >= tile.last_span) return {};
+  const int32_t* blocks = step.block_tables + (layer_.group * step.seqs + tile.seq) * step.blocks;
+  const int64_t end = std::min((span + 1) * kSpan, int64_t{step.ints(context_lens_)[tile.seq]});
+  return {blocks, span * kSpan, end, layer_.offset + layer_.layout.key_offset(tile.head)};
 }
 
 // The tile's part of an AttentionSpan; rounds its queries into `memory`.
@@ -154,34 +195,59 @@ void Attention::finish(const Step& step, const Tile& tile, const Partial& total)
   }
 }
 
+bool Attention::shares_spans(const Work& work, int threads) const {
+  const int64_t items = work.tiles * layer_.layout.kv_heads;
+  const bool few = items < 4 * threads || work.longest * 2 * threads > work.spans * layer_.layout.kv_heads;
+  return threads > 1 && work.longest > 1 && few && items * work.longest <= partial_capacity_;
+}
+
 void Attention::run(const Step& step, Worker& worker) {
   const Work work = plan(step);
-  const int64_t items = work.tiles * layer_.layout.kv_heads, threads = worker.threads();
-  const bool few = items < 4 * threads || work.longest * 2 * threads > work.spans * layer_.layout.kv_heads;
-  if (threads > 1 && work.longest > 1 && few && items * work.longest <= partial_capacity_) {
+  if (shares_spans(work, worker.threads())) {
     run_spans(step, worker, work);
   } else {
     run_whole(step, worker, work);
   }
 }
 
+// The keys of the tile that the thread begins with, where few rows will wait for them.
+void Attention::ask_ahead(const Step& step, int thread, int threads) const {
+  const KvLayout& l = layer_.layout;
+  const Work work = plan(step);
+  const bool spans = shares_spans(work, threads);
+  const int64_t items = work.tiles * l.kv_heads, each = spans ? work.longest : 1, i = Shares::first(thread, threads, items * each);
+  if (i >= items * each) return;
+  const Tile tile = find_tile(step, i / each);
+  if (tile.tokens * group() > kSpanRows) return;
+  const KeySpan keys = keys_of(step, tile, std::max(tile.first_span, i % each));
+  for (int64_t at = keys.begin; at < keys.end; at += kKeyRun) {
+    const uint8_t* key = step.kv->page(keys.blocks[at / l.page_size]) + keys.key_offset + l.key_at(at % l.page_size);
+    for (int64_t row = 0; row < l.key_rows(); ++row) __builtin_prefetch(key + row * l.key_row_bytes());
+  }
+}
+
 void Attention::run_whole(const Step& step, Worker& worker, const Work& work) {
   const Scratch memory = scratch(worker);
   const int64_t items = work.tiles * layer_.layout.kv_heads;
+  Tile next{};
+  int64_t found = -1;  // the item of `next`
   worker.share(shares[0], items, [&](int64_t item) {
-    const Tile tile = find_tile(step, items - 1 - item, work.tiles);  // the longest contexts of a prefill first
+    const Tile tile = item == found ? next : find_tile(step, item);
+    if (item + 1 < items) next = find_tile(step, found = item + 1);
     AttentionSpan s = span_of(step, tile, memory);
     for (int64_t span = tile.first_span; span < tile.last_span; ++span) {
-      attend(step, s, span, span == tile.first_span ? memory.total : memory.part);
+      const KeySpan keys = span + 1 < tile.last_span ? keys_of(step, tile, span + 1) : keys_of(step, next, next.first_span);
+      attend(step, s, span, keys, span == tile.first_span ? memory.total : memory.part);
       if (span != tile.first_span) step.kernels->merge(memory.total, memory.part, s.rows, layer_.layout.value_dim());
     }
     finish(step, tile, memory.total);
   });
 }
 
-void Attention::attend(const Step& step, AttentionSpan& s, int64_t span, const Partial& out) const {
+void Attention::attend(const Step& step, AttentionSpan& s, int64_t span, const KeySpan& next, const Partial& out) const {
   s.begin = span * kSpan;
   s.end = s.begin + kSpan;
+  s.next = next;
   step.kernels->attend(s, out);
 }
 
@@ -192,10 +258,10 @@ void Attention::run_spans(const Step& step, Worker& worker, const Work& work) {
   worker.share(shares[0], work.tiles * layer_.layout.kv_heads * work.longest, [&](int64_t i) {
     const int64_t item = i / work.longest, span = i % work.longest;
     auto part_of = [&](int64_t at) { return partial(partials_of + (item * work.longest + at) * partial_numbers()); };
-    const Tile tile = find_tile(step, item, work.tiles);
+    const Tile tile = find_tile(step, item);
     if (span < tile.first_span || span >= tile.last_span) return;
     AttentionSpan s = span_of(step, tile, memory);
-    attend(step, s, span, part_of(span));
+    attend(step, s, span, keys_of(step, tile, span + 1), part_of(span));
     std::atomic<int64_t>& done = done_[static_cast<size_t>(item)];
     if (done.fetch_add(1, std::memory_order_acq_rel) + 1 < tile.last_span - tile.first_span) return;
     done.store(0, std::memory_order_relaxed);

@@ -12,6 +12,7 @@ public:
   RopeWrite(Ref q, Ref k, Ref v, Ref q_out, KvLayer layer, int64_t heads, Extent tokens)
       : q_(q), k_(k), v_(v), q_out_(q_out), layer_(layer), heads_(heads), tokens_(tokens) {}
   void run(const Step& step, Worker& worker) override;
+  void ask_ahead(const Step& step, int thread, int threads) const override;
   size_t scratch_bytes() const override { return static_cast<size_t>(kKeyRun * layer_.layout.head_dim) * sizeof(float); }
 
   Ref table;
@@ -20,6 +21,9 @@ public:
   NormSpec q_norm, k_norm;
 
 private:
+  static constexpr int64_t kAhead = 64;  // tokens' keys and values of one head
+
+  int64_t block_tokens(const Step& step, int threads) const;
   void prepare(const Step& step, const NormSpec& norm, const float* x, const float* row, float* y) const;
   void run_block(const Step& step, int64_t first, int64_t last, int64_t head, float* keys) const;
 
@@ -37,6 +41,7 @@ public:
       : q_(q), query_starts_(query_starts), context_lens_(context_lens), sinks_(sinks), y_(y), layer_(layer), heads_(heads),
         partial_capacity_(partial_capacity), done_(static_cast<size_t>(partial_capacity)) {}
   void run(const Step& step, Worker& worker) override;
+  void ask_ahead(const Step& step, int thread, int threads) const override;
   size_t scratch_bytes() const override;
 
   float scale = 1, softcap = 0;
@@ -61,11 +66,13 @@ private:
   struct Scratch;
   Scratch scratch(Worker& worker) const;
   Work plan(const Step& step) const;
-  Tile find_tile(const Step& step, int64_t index, int64_t tiles) const;
+  Tile find_tile(const Step& step, int64_t index) const;
+  KeySpan keys_of(const Step& step, const Tile& tile, int64_t span) const;
   AttentionSpan span_of(const Step& step, const Tile& tile, const Scratch& memory) const;
   Partial partial(float* memory) const;
-  void attend(const Step& step, AttentionSpan& s, int64_t span, const Partial& out) const;
+  void attend(const Step& step, AttentionSpan& s, int64_t span, const KeySpan& next, const Partial& out) const;
   void finish(const Step& step, const Tile& tile, const Partial& total) const;
+  bool shares_spans(const Work& work, int threads) const;
   void run_whole(const Step& step, Worker& worker, const Work& work);
   void run_spans(const Step& step, Worker& worker, const Work& work);
 

@@ -130,7 +130,7 @@ int64_t Project::all_tiles() const {
   return is_gated ? tiles_of(targets[0]) : tiles;
 }
 
-void Project::ask_ahead(int thread, int threads) const {
+void Project::ask_ahead(const Step&, int thread, int threads) const {
   int64_t tile = all_tiles() * thread / threads;
   for (const Target& target : targets) {
     if (tile < tiles_of(target)) {

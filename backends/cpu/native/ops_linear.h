@@ -19,7 +19,7 @@ public:
   Project(Ref x, int64_t in, Extent rows) : x_(x), in_(in), rows_(rows) {}
   void run(const Step& step, Worker& worker) override;
   size_t scratch_bytes() const override;
-  void ask_ahead(int thread, int threads) const override;
+  void ask_ahead(const Step& step, int thread, int threads) const override;
 
   Ref other, sum;  // a residual that is added before the norm, and where the sum goes
   NormSpec norm;

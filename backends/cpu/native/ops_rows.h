@@ -1,6 +1,8 @@
 // Operations that work on rows: elementwise arithmetic, norms, embedding, rotary tables, and moving numbers about.
 #pragma once
 
+#include <algorithm>
+
 #include "tape.h"
 
 namespace trivium {
@@ -119,9 +121,15 @@ private:
   int64_t n_;
 };
 
-// Runs f(i) for i < count, `grain` at a time.
+// Asks memory for n numbers.
+inline void ask_for(const float* x, int64_t n) {
+  for (int64_t i = 0; i < n; i += 16) __builtin_prefetch(x + i);
+}
+
+// Runs f(i) for i < count, up to `grain` at a time; a few pieces for each thread.
 template <typename F>
 void share_rows(Worker& worker, Shares& shares, int64_t count, int64_t grain, F&& f) {
+  grain = std::clamp<int64_t>(count / (4 * worker.threads()), 1, grain);
   worker.share(shares, (count + grain - 1) / grain, [&](int64_t block) {
     const int64_t end = block * grain + grain < count ? block * grain + grain : count;
     for (int64_t i = block * grain; i < end; ++i) f(i);

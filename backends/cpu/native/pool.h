@@ -21,9 +21,11 @@ public:
   void reset() {
     for (int i = 0; i < threads_; ++i) counters_[i].next.store(0, std::memory_order_relaxed);
   }
+  // Where the stretch of thread `owner` of `threads` begins among `count` items.
+  static int64_t first(int owner, int threads, int64_t count) { return (count * owner + threads - 1) / threads; }
   // The next of `owner`'s items among `count`, or -1.
   int64_t take(int owner, int64_t count) {
-    const int64_t begin = (count * owner + threads_ - 1) / threads_, end = (count * (owner + 1) + threads_ - 1) / threads_;
+    const int64_t begin = first(owner, threads_, count), end = first(owner + 1, threads_, count);
     if (begin >= end) return -1;
     const int64_t i = begin + counters_[owner].next.fetch_add(1, std::memory_order_relaxed);
     return i < end ? i : -1;

@@ -61,7 +61,7 @@ void Tape::run_range(int64_t first, int64_t last) {
       if ((op.barrier && i > first) || profile_) worker.barrier();
       const auto start = profile_ ? Clock::now() : Clock::time_point{};
       op.run(step_, worker);
-      if (i + 1 < last) ops_[static_cast<size_t>(i + 1)]->ask_ahead(worker.index(), worker.threads());
+      if (i + 1 < last) ops_[static_cast<size_t>(i + 1)]->ask_ahead(step_, worker.index(), worker.threads());
       if (!profile_) continue;
       worker.barrier();
       if (worker.index() == 0) seconds_[static_cast<size_t>(i)] += std::chrono::duration<double>(Clock::now() - start).count();

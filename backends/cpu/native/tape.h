@@ -72,8 +72,9 @@ public:
   virtual void run(const Step& step, Worker& worker) = 0;
   // Scratch that each thread needs, bytes.
   virtual size_t scratch_bytes() const { return 0; }
-  // Asks memory for the first constants that thread `thread` of `threads` will read, before it waits for the others.
-  virtual void ask_ahead(int thread, int threads) const { (void)thread, (void)threads; }
+  // Asks memory for what thread `thread` of `threads` will touch first, before it waits for the others: constants and pages, not what the
+  // operation before this one makes.
+  virtual void ask_ahead(const Step& step, int thread, int threads) const { (void)step, (void)thread, (void)threads; }
 
   const char* name = "";
   bool barrier = true;  // all threads meet before it, because it depends on what came before
