@@ -108,14 +108,20 @@ void Project::run(const Step& step, Worker& worker) {
   if (rows == 0) return;
   const Scratch scratch = scratch_of(worker);
   const linear::Input input = prepare(step, worker, scratch);
-  const int64_t tiles = all_tiles(), row_blocks = (rows + kRowsAtATime - 1) / kRowsAtATime;
-  // A whole number of pieces a thread, as even as tiles allow: every thread streams one stretch of the weights, and who is done first
-  // may take what is left of another's in small pieces.
-  const int64_t most = std::max((tiles + kTilesAtATime - 1) / kTilesAtATime, kPieces * worker.threads());
-  const int64_t pieces = std::min((most + worker.threads() - 1) / worker.threads() * worker.threads(), tiles);
-  worker.share(shares[1], pieces * row_blocks, [&](int64_t item) {
-    const int64_t row = item % row_blocks * kRowsAtATime, piece = item / row_blocks;
-    const linear::Range some_rows{row, std::min(row + kRowsAtATime, rows)}, some_tiles{tiles * piece / pieces, tiles * (piece + 1) / pieces};
+  // Few rows: every thread streams one stretch of the weights, a whole number of pieces as even as tiles allow, and who is done first may take
+  // what is left of another's in small pieces. Many: every thread takes bands of rows, those that it prepared, and all weights go by each band,
+  // whose rows stay in its second-level cache meanwhile.
+  const int64_t threads = worker.threads(), tiles = all_tiles();
+  const int64_t bands = rows < kBandRows * threads ? 1 : threads * ((rows * in_ + threads * kBandNumbers - 1) / (threads * kBandNumbers));
+  const int64_t least = (tiles + kTilesAtATime - 1) / kTilesAtATime, most = std::max(least, kPieces * threads);
+  const int64_t pieces = bands > 1 ? least : std::min((most + threads - 1) / threads * threads, tiles);
+  const auto band_begin = [&](int64_t band) { return band == bands ? rows : rows * band / bands / linear::kRowBlock * linear::kRowBlock; };
+  const int64_t blocks = (rows / bands + linear::kRowBlock + kRowsAtATime - 1) / kRowsAtATime;  // of a band, at most
+  worker.share(shares[1], bands * pieces * blocks, [&](int64_t item) {
+    const int64_t band = item / (pieces * blocks), piece = item / blocks % pieces, row = band_begin(band) + item % blocks * kRowsAtATime;
+    const linear::Range some_rows{row, std::min(row + kRowsAtATime, band_begin(band + 1))};
+    const linear::Range some_tiles{tiles * piece / pieces, tiles * (piece + 1) / pieces};
+    if (some_rows.begin >= some_rows.end) return;
     if (is_gated) {
       multiply_gated(step, input, some_rows, some_tiles, scratch.up);
     } else {
