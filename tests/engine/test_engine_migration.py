@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_lives import KINDS
 from trivium.conformance.kit import open_lab
-from trivium.conformance.models import Generations, _Numbers
+from trivium.conformance.models import Numbers, open_model
 from trivium.conformance.zoo import CONFIGS
 from trivium.engine import Engine, EngineConfig, RequestState
 from trivium.errors import ContextLengthError, PageFormatError, TriviumError, UnsupportedError
@@ -225,8 +225,8 @@ def tiny(backend: str, model: str, *, page_size: int, kv_dtype: str = "float32")
     """An engine on a tiny model with real arithmetic."""
     lab = open_lab(backend)
     with lab.session(tokens=16, seqs=4, length=128) as session:
-        loaded = Generations(lab, model)._open(session, page_size, 1.0, kv_dtype)
-        yield Engine(loaded, _Numbers(), EngineConfig(4, 16))
+        loaded = open_model(lab, session, CONFIGS[model], lambda program: 64, page_size, kv_dtype)
+        yield Engine(loaded, Numbers(), EngineConfig(4, 16))
 
 
 def whole(engine: Engine, prompt: list[int], params: SamplingParams) -> Any:
