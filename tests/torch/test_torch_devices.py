@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 from fake_plugins import install
-from renamed_device import ChipBackend
 
 from trivium.conformance import run_conformance
 from trivium.conformance.lab import as_weight
@@ -78,11 +78,14 @@ def test_accelerators_compute_in_bfloat16_by_default(monkeypatch):
     assert (can.dtypes[0], can.kv_dtypes[0], can.weight_formats[0].name) == ("bfloat16",) * 3
 
 
-def test_a_vendor_s_device_is_a_subclass_that_passes_the_kit(tmp_path, monkeypatch):
+def test_a_vendor_s_device_is_the_subclass_of_the_guide_and_passes_the_kit(tmp_path, monkeypatch):
+    guide = (Path(__file__).parents[2] / "docs" / "torch.md").read_text()
+    source = guide.split("```python\n")[1].split("```")[0]
+    assert len(source.splitlines()) < 50
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # the kit also opens it in a process of its own
-    install(tmp_path, "chip", "from renamed_device import trivium_backend")
-    assert [d.name for d in ChipBackend().probe().devices] == ["lane:0", "lane:1"]
+    install(tmp_path, "chip", source)
+    assert [d.name for d in resolve("chip")[0].probe().devices] == ["lane:0", "lane:1"]
     report = run_conformance("chip:lane:1", {"strict": True})
     assert [row for row in report.rows if row.status in ("failed", "fallback")] == []
     assert "chip linear" in next(row.detail for row in report.rows if row.name == "linear")
