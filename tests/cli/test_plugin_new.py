@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import ast
 import json
-import os
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
 
 import pytest
+from pip_sites import beside, pip_install
 
 from trivium.cli import main
 from trivium.cli.plugin import templates
@@ -20,16 +20,6 @@ ROOT = Path(__file__).parents[2]
 
 def new(*argv):
     return main(["plugin", "new", *argv])
-
-
-def pip_install(target, project):
-    flags = ["-q", "--no-deps", "--no-index", "--no-build-isolation", "--target", str(target)]
-    subprocess.run([sys.executable, "-m", "pip", "install", *flags, str(project)], capture_output=True, text=True, check=True)
-
-
-def beside(site):
-    """The environment of a process that also sees what is installed in `site`."""
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(site), *filter(None, sys.path)])}
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ import pytest
 from trivium.errors import InvalidRequestError, UnsupportedError
 from trivium.ops import Batch, Group, KVSpec, PagedKV, Program, Weight, new_builder
 from trivium.ops.sample import plain_inputs
-from trivium.plugin import HostFallbackWarning, Session, select_kernels
+from trivium.plugin import HostFallbackWarning, Kernel, Session, select_kernels
 from trivium.plugin.reference import ReferenceBackend, ReferenceSession
 
 HIDDEN, HEADS, VOCAB, PAGE = 8, 2, 11, 4
@@ -146,3 +146,47 @@ def test_selection_prefers_priority_and_keeps_the_reasons():
     assert choice.kernel is kernels[2]
     assert choice.next == (kernels[0],)
     assert choice.refused == ((kernels[1], "needs a bias"),)
+
+
+class Strided(ReferenceSession):
+    """Exports views of pages that lie in another order on the device: [pages, heads, head_dim, page_size]."""
+
+    def export_pages(self, group: int, ids: Any) -> Any:
+        pages = super().export_pages(group, ids)
+        lying = (np.ascontiguousarray(t.transpose(0, 2, 3, 1)).transpose(0, 3, 1, 2) for t in pages.tensors[0])
+        return pages._replace(tensors=(tuple(lying),))
+
+
+def test_what_the_host_writes_reaches_pages_that_are_exported_in_another_order():
+    backend = ReferenceBackend()
+    session = Strided([k for k in backend.kernels(backend.probe().devices[0]) if k.op != "kv_write"], strict=False)
+    session.kv_store(SPEC, 6)
+    with pytest.warns(HostFallbackWarning):
+        executable = compiled(session)
+    plain = compiled(opened())
+    for step in (([1, 2, 3, 4, 5], 0, [3, 1]), ([6], 5, [3, 1])):
+        np.testing.assert_array_equal(logits(executable, *step), logits(plain, *step))
+
+
+class Pair(NamedTuple):
+    """A tensor of two halves."""
+
+    left: np.ndarray
+    right: np.ndarray
+
+
+def test_a_tensor_that_is_a_named_tuple_is_one_result():
+    def halves(session: Any, args: Any, attrs: Any) -> Pair:
+        return Pair(*np.split(args[0] + args[1], 2, axis=-1))
+
+    class Joining(ReferenceSession):
+        def get(self, tensor: Any) -> Any:
+            return np.concatenate(tensor, axis=-1) if isinstance(tensor, Pair) else super().get(tensor)
+
+    backend = ReferenceBackend()
+    others = [k for k in backend.kernels(backend.probe().devices[0]) if k.op not in ("add", "gather_rows")]
+    session = Joining([Kernel("add", halves), *others], strict=False)
+    session.kv_store(SPEC, 6)
+    with pytest.warns(HostFallbackWarning, match="gather_rows"):
+        executable = compiled(session)
+    np.testing.assert_array_equal(logits(executable, [1, 2, 3], 0, [2]), logits(compiled(opened()), [1, 2, 3], 0, [2]))

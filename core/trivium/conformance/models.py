@@ -215,9 +215,9 @@ def generate(engine: Engine, some: Sequence[Request]) -> Tokens:
     while engine.has_unfinished():
         finished.update((out.request_id, out) for out in engine.step() if out.finished)
     outputs = [finished[n].outputs[0] for n in numbers]
-    for output in outputs:
+    for number, output in zip(numbers, outputs):
         if output.finish_reason != "length":
-            raise Mismatch(f"a request ended with {output.finish_reason!r}")
+            raise Mismatch(f"a request ended with {output.finish_reason!r}: {finished[number].error}")
     return [(out.token_ids, [next(iter(t.values())).logprob for t in out.logprobs or []]) for out in outputs]
 
 

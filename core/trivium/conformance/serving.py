@@ -7,7 +7,6 @@ import contextlib
 import copy
 import gc
 import itertools
-import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -199,24 +198,13 @@ class _Nth:
             raise _Fault(f"injected into step {self.count}")
 
 
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Faults that the kit injects are not logged."""
-    logger = logging.getLogger("trivium.engine.engine")
-    before, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = before
-
-
 def judge_failure(lab: Lab) -> Verdict:
     """Steps fail after they have run, in run() or in tokens(): they run again, and nothing of the first time is left."""
     wanted = greedy((5, 40, 1, 17), 20)
     want = plain(lab, wanted)
     for place in ("after", "at_tokens"):
         fault = _Nth(frozenset((1, 9, 15)))
-        with _quiet(), serving(lab, wrap=lambda inner, p=place, f=fault: _Wrapped(inner, **{p: f})) as engine:  # type: ignore[misc]
+        with serving(lab, wrap=lambda inner, p=place, f=fault: _Wrapped(inner, **{p: f})) as engine:  # type: ignore[misc]
             numbers = [engine.add_request(r.prompt, r.params) for r in wanted]
             expect_ids(tokens_of(finish(engine), numbers), want, f"those without a fault ({place})")
             if not engine.stats.failed_steps:
@@ -233,7 +221,7 @@ def judge_lasting_failure(lab: Lab) -> Verdict:
         if MARK in batch.token_ids:
             raise _Fault("injected")
 
-    with _quiet(), serving(lab, wrap=lambda inner: _Wrapped(inner, after=fail)) as engine:
+    with serving(lab, wrap=lambda inner: _Wrapped(inner, after=fail)) as engine:
         numbers = [engine.add_request(r.prompt, r.params) for r in neighbours]
         for _ in range(6):
             engine.step()

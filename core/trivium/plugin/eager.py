@@ -84,7 +84,7 @@ class EagerExecutable(Executable):
             results = [None if x is None else self._session.put(x) for x in host]
         else:
             got = choice.kernel.run(self._session, args, call.attrs)
-            results = list(got) if isinstance(got, tuple) else [got]
+            results = list(got) if type(got) is tuple else [got]  # a tensor may be a NamedTuple
         for value, result in zip(call.results, results, strict=True):
             env[value] = env[self._program.states[self._state_of[value]].value] if value.kind == "state" else result
 
