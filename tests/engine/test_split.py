@@ -249,6 +249,43 @@ def test_an_abort_ends_a_request_wherever_it_is(make, moment: str) -> None:
     idle(engine)
 
 
+def settled(engine: SplitEngine) -> None:
+    """The front has nothing to do; what it says has not been heard yet."""
+    while engine._ask(engine.front.has_unfinished):
+        pass
+
+
+def test_an_abort_hands_out_what_nobody_has_heard_yet_and_nothing_comes_after_it(make) -> None:
+    engine = make()
+    ended, moved = engine.add_request(PROMPT, greedy(1), stream=True), engine.add_request(OTHER, greedy(9), stream=True)
+    settled(engine)
+    last = engine.abort(ended)
+    assert last.finished and last.outputs[0].finish_reason == "length" and tokens_of(last) == [continuation(PROMPT, 1, (None,))]
+    last = engine.abort(moved)
+    assert last.finished and last.outputs[0].finish_reason == "abort" and tokens_of(last) == [continuation(OTHER, 1, (None,))]
+    assert not engine.has_unfinished() and engine.step() == []
+    assert engine.abort(ended) is None
+    idle(engine)
+
+
+@pytest.mark.faults
+def test_o13_a_fault_where_tokens_are_decoded_does_not_reach_the_front(make) -> None:
+    engine = make()
+    first = engine.add_request(PROMPT, greedy(200))
+    until(engine, lambda: decoding(engine, first))
+
+    def fail(point: str, batch: Any) -> None:
+        if point == "run" and first in engine._requests:
+            raise Fault("the other chip is gone")
+
+    engine.model.executable.hook = fail
+    second = engine.add_request(OTHER, greedy(5))
+    done = run_all(engine)
+    assert "the other chip is gone" in str(done[first].error)
+    assert tokens_of(done[second]) == [continuation(OTHER, 5, (None,))]
+    idle(engine)
+
+
 def test_a_deadline_counts_on_both_sides(make) -> None:
     clock = Clock()
     engine = make(clock=clock)

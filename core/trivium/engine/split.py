@@ -64,16 +64,16 @@ class SplitEngine(Engine):
         return outputs
 
     def abort(self, request_id: int) -> RequestOutput | None:
-        last: RequestOutput | None = self._ask(self.front.abort, request_id) if request_id in self._ahead else None
+        """As Engine.abort; with news that have not been handed out yet, even if these say that it has ended."""
+        last = self._ask(self.front.abort, request_id) if request_id in self._ahead else None
         self._listen()
-        if last is None:  # it has come over, or ended
-            return super().abort(request_id)
-        del self._ahead[request_id]
-        first, *more = [output for output in [*self._late, last] if output.request_id == request_id]
+        last = last or super().abort(request_id)
+        self._ahead.pop(request_id, None)
+        news: list[RequestOutput] = [o for o in (*self._late, last) if o is not None and o.request_id == request_id]
         self._late = [output for output in self._late if output.request_id != request_id]
-        for output in more:
-            first.extend(output)
-        return first
+        for later in news[1:]:
+            news[0].extend(later)
+        return news[0] if news else None
 
     def export_request(self, request_id: int, **options: Any) -> RequestState:
         """As Engine.export_request, once the front has done its part."""
