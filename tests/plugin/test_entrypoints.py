@@ -82,6 +82,6 @@ def test_what_an_entry_names_is_imported(site):
 
 
 def test_a_start_does_not_import_the_standard_librarys_reader():
-    script = "import sys, trivium.plugin as p; p.resolve('cpu'); print('importlib.metadata' in sys.modules)"
+    script = "import sys, trivium.plugin as p; p.resolve('reference'); print('importlib.metadata' in sys.modules)"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment).stdout == "False\n"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
 
 _FLOATS = {"float32": np.float32, "float16": np.uint16, "bfloat16": np.uint16}
 _LINE = 64
-_log = logging.getLogger(__name__)
 
 
 class CpuSession(Session):
@@ -110,7 +108,10 @@ class CpuSession(Session):
     def _finish_reading(self) -> None:
         for path, whole, weight, format, matrix in self._reading:
             if not whole.result():
-                _log.warning("%s, which keeps the rounded %s, is damaged; it is made again", path, weight.name)
+                import logging
+
+                message = "%s, which keeps the rounded %s, is damaged; it is made again"
+                logging.getLogger(__name__).warning(message, path, weight.name)
                 matrix.packed[:] = self._pack(weight, format).packed
                 cast("WeightCache", self._cache).write(path, matrix.packed)
         self._reading.clear()

@@ -7,7 +7,6 @@ used least recently go when all together take more than MAX_BYTES. Files appear 
 
 from __future__ import annotations
 
-import logging
 import os
 import struct
 import zlib
@@ -25,7 +24,6 @@ MIN_BYTES = 64 << 10
 """Smaller tensors are rounded in about the time that a file takes to open."""
 _FOOTER = struct.Struct("<8sQI")
 _MAGIC = b"trvpack1"
-_log = logging.getLogger(__name__)
 
 
 def default_folder() -> Path:
@@ -69,8 +67,10 @@ class WeightCache:
                     part.unlink(missing_ok=True)
             self._written = True
         except OSError as e:
+            import logging
+
             self._works = False
-            _log.warning(
+            logging.getLogger(__name__).warning(
                 "rounded weights can't be kept in %s (%s): the next start rounds them again", self._folder, e.strerror or e
             )
 

@@ -171,8 +171,7 @@ def load(
     """Loads a model. `progress(done, total)` is told bytes of weights; `traced`: as for plan(). Raises a TriviumError that says
     what to change."""
     p = plan(model, backend, options, progress=progress is not None, traced=traced)
-    tokenizer = Tokenizer.from_data(p.checkpoint.tokenizer_data())
-    given = _backend_options(p)
+    given, words = _backend_options(p), p.checkpoint.tokenizer_data()
     with blame(f"backend {p.backend.name!r}: open()"):
         session: Session = expect(Session, p.backend.open(p.device, given), f"backend {p.backend.name!r}: open()")
     try:
@@ -180,7 +179,7 @@ def load(
             message = f"the backend {p.backend.name} can't change a weight that it has loaded, which adapters need"
             raise UnsupportedError(message, param="enable_lora")
         with blame(f"backend {p.backend.name!r}: loading {model}"):
-            return _load_into(session, model, p, tokenizer, given["dtype"], progress)
+            return _load_into(session, model, p, words, given["dtype"], progress)
     except BaseException:
         with contextlib.suppress(Exception):  # what went wrong first is the news
             session.close()
@@ -188,11 +187,12 @@ def load(
 
 
 def _load_into(
-    session: Session, model: str, p: Plan, tokenizer: Tokenizer, dtype: str, progress: Callable[[int, int], None] | None
+    session: Session, model: str, p: Plan, words: Mapping[str, Any], dtype: str, progress: Callable[[int, int], None] | None
 ) -> Loaded:
     options, fingerprint = p.options, p.checkpoint.fingerprint
     weights = _load_weights(session, p, progress)
-    tokenizer.check()  # while the backend may still be busy with the weights
+    tokenizer = Tokenizer.from_data(words)  # while the backend may still be busy with the weights
+    tokenizer.check()
     kv_dtype = p.capabilities.kv_dtypes[0] if options.kv_dtype == "auto" else options.kv_dtype
     spec = plan_groups(p.program.states, _page_size(p.capabilities.page_sizes, options.block_size), kv_dtype)
     pages, max_model_len = _pool_size(session, spec, p)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -151,8 +151,7 @@ class Program:
         return "\n".join([*lines, *(f"output {name} = {value.used}" for name, value in self.outputs.items())])
 
 
-@dataclass(frozen=True)
-class Pattern:
+class Pattern(NamedTuple):
     """A fused kernel's specification: an ordinary function over the Builder.
 
     `fn(b, *values, **attributes)`: positional parameters are the fused call's arguments, keyword-only ones its attributes
@@ -164,5 +163,5 @@ class Pattern:
 
     name: str
     fn: Callable[..., Any]
-    optional: frozenset[str] = field(default_factory=frozenset)
+    optional: frozenset[str] = frozenset()
     cases: MakeCases | None = None
