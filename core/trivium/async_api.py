@@ -60,11 +60,13 @@ class AsyncLLM(Opened, contextlib.AbstractAsyncContextManager["AsyncLLM"]):
 
     async def stream(
         self, prompt: Prompt | Sequence[Message], sampling_params: SamplingParams | None = None, *, tools: Tools = None,
-        tool_choice: ToolChoice = None, **more: Any,
+        tool_choice: ToolChoice = None, announce: bool = False, **more: Any,
     ) -> AsyncIterator[RequestOutput]:  # fmt: skip
-        """As LLM.stream; closing the iterator or cancelling its task aborts the request."""
+        """As LLM.stream; closing the iterator or cancelling its task aborts the request. announce: the first piece of news has no
+        outputs and comes as soon as the request is taken, so that whoever answers for it knows that it was not refused."""
         request = self._request(prompt, sampling_params, tools, tool_choice, more)
-        async with contextlib.aclosing(self.async_engine.stream(request.ids, request.params, **request.options)) as news:
+        options = {"announce": announce, **request.options}
+        async with contextlib.aclosing(self.async_engine.stream(request.ids, request.params, **options)) as news:
             async for output in news:
                 yield output
                 if output.error is not None:

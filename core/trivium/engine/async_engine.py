@@ -73,11 +73,11 @@ class AsyncEngine(AbstractAsyncContextManager["AsyncEngine"]):
         return await self.call(Engine.snapshot)  # type: ignore[no-any-return]
 
     async def stream(
-        self, prompt_ids: Sequence[int], params: SamplingParams | None = None, **options: Any
+        self, prompt_ids: Sequence[int], params: SamplingParams | None = None, *, announce: bool = False, **options: Any
     ) -> AsyncGenerator[RequestOutput, None]:
-        """News of one request as they come, the last with finished=True; `options` as in Engine.add_request. A reader that lags
-        gets what it missed in one piece. The request is aborted if the iterator is closed or its task is cancelled. Bad requests
-        raise what Engine.add_request raises."""
+        """News of one request as they come, the last with finished=True; `options` as in Engine.add_request. announce: before them
+        comes one without outputs, as soon as the request is taken. A reader that lags gets what it missed in one piece. The request
+        is aborted if the iterator is closed or its task is cancelled. Bad requests raise what Engine.add_request raises."""
         listener = _Listener()
         number: list[int] = []
 
@@ -91,6 +91,8 @@ class AsyncEngine(AbstractAsyncContextManager["AsyncEngine"]):
             if params is not None and params.structured_outputs is not None:
                 await asyncio.to_thread(self._engine.prepare, params)
             await self.call(add)
+            if announce:
+                yield RequestOutput(number[0], list(prompt_ids), [], finished=False)
             while True:
                 output = await listener.get()
                 yield output

@@ -169,6 +169,8 @@ def _clock(name: str, value: Any, now: float) -> Any:
         return None if value is None and name != "arrival" else _number(value) + now
     if name == "restored_tokens":
         return int(value[0]), int(value[1])
+    if name == "gaps":
+        return [_number(gap) for gap in value]
     return {} if name == "_waiting_since" else type(getattr(Clock(0.0), name))(_number(value))
 
 

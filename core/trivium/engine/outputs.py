@@ -35,7 +35,8 @@ class Metrics(NamedTuple):
     above apart from the interval it falls into. num_cached_tokens: prompt tokens found in the prefix cache when first scheduled;
     num_restored_host_tokens and num_restored_disk_tokens: those of them that came back from a tier.
     num_draft_tokens, num_accepted_tokens: guesses that were checked, and those that came true. transfer_time: from the end of the
-    prompt on one backend until its pages had come to another, to go on there.
+    prompt on one backend until its pages had come to another, to go on there. inter_token_latencies: the gaps that mean_itl is
+    the mean of, those of n outputs mixed.
     """
 
     queue_time: float | None
@@ -53,6 +54,7 @@ class Metrics(NamedTuple):
     num_restored_host_tokens: int = 0
     num_restored_disk_tokens: int = 0
     transfer_time: float = 0.0
+    inter_token_latencies: tuple[float, ...] = ()
 
 
 @dataclass(slots=True)  # as RequestOutput made in every step; freezing them would double what they cost
@@ -144,9 +146,8 @@ class Clock:
     drafted: int = 0
     accepted: int = 0
     restored_tokens: tuple[int, int] = (0, 0)
-    gaps: int = 0
+    gaps: list[float] = field(default_factory=list)
     later_tokens: int = 0
-    gap_time: float = 0.0
     left: float | None = None
     transfer_time: float = 0.0
     _waiting_since: dict[int, float] = field(default_factory=dict)
@@ -173,8 +174,7 @@ class Clock:
             self.first_token = now
         if previous is not None:
             self.later_tokens += 1
-            self.gaps += now != previous  # tokens of one step have one time
-            self.gap_time += now - previous
+            self.gaps += [now - previous] if now != previous else []  # tokens of one step have one time
         if self.last_token is None or now > self.last_token:
             self.last_token = now
 
@@ -183,11 +183,12 @@ class Clock:
         return Metrics(
             queue_time=_span(self.arrival, self.first_scheduled), prefill_time=_span(self.first_scheduled, self.prefill_done),
             decode_time=_span(self.first_token, self.last_token), time_to_first_token=_span(self.arrival, self.first_token),
-            mean_itl=self.gap_time / self.gaps if self.gaps else None,
-            time_per_output_token=self.gap_time / self.later_tokens if self.later_tokens else None, e2e_time=now - self.arrival,
+            mean_itl=sum(self.gaps) / len(self.gaps) if self.gaps else None,
+            time_per_output_token=sum(self.gaps) / self.later_tokens if self.later_tokens else None, e2e_time=now - self.arrival,
             preempted_time=self.preempted_time, num_cached_tokens=self.cached_tokens, num_preemptions=self.preemptions,
             num_draft_tokens=self.drafted, num_accepted_tokens=self.accepted, num_restored_host_tokens=self.restored_tokens[0],
             num_restored_disk_tokens=self.restored_tokens[1], transfer_time=self.transfer_time,
+            inter_token_latencies=tuple(self.gaps),
         )  # fmt: skip
 
 
