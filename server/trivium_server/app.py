@@ -1,0 +1,150 @@
+"""The ASGI application: lets calls in or refuses them, finds their route, and ends in good order."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+from collections.abc import Mapping
+from typing import Any
+
+from trivium_server import anthropic, ollama, openai_chat, openai_completions, openai_embeddings, openai_responses, service
+from trivium_server.faults import ErrorShape, Refusal, anthropic_error, ollama_error, openai_error, refusal, unavailable
+from trivium_server.http import Call, Exchange, Gone, Receive, Route, Send, answer, encode, too_large
+from trivium_server.meters import Meters
+from trivium_server.models import Models
+from trivium_server.settings import Key, Settings
+
+ROUTES: tuple[Route, ...] = (
+    *openai_chat.ROUTES, *openai_completions.ROUTES, *openai_embeddings.ROUTES, *openai_responses.ROUTES, *anthropic.ROUTES,
+    *ollama.ROUTES, *service.ROUTES,
+)  # fmt: skip
+_LONGEST_ID = 128
+_ALLOWED = "authorization, x-api-key, content-type, x-request-id, anthropic-version, anthropic-beta"
+
+
+def shape_of(path: str) -> ErrorShape:
+    """The error object that clients of a path understand, whether there is such a path or not."""
+    if path.startswith("/v1/messages"):
+        return anthropic_error
+    return ollama_error if path.startswith("/api/") else openai_error
+
+
+class App:
+    """Answers for `models`."""
+
+    def __init__(self, models: Models, settings: Settings | None = None) -> None:
+        self.models = models
+        self.settings = settings or Settings()
+        self.meters = Meters(models, aliases=self.settings.vllm_metrics)
+        self.draining = False
+        self.active = 0
+        """Calls under way, apart from those that only ask how the server is."""
+        self._idle = asyncio.Event()
+        self._exact: dict[str, dict[str, Route]] = {}
+        self._prefix: dict[str, dict[str, Route]] = {}
+        for route in ROUTES:
+            head, is_open, _ = route.path.partition("{")
+            (self._prefix if is_open else self._exact).setdefault(head, {})[route.method] = route
+
+    async def __call__(self, scope: Mapping[str, Any], receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            raise RuntimeError(f"only HTTP is spoken here, not {scope['type']}")
+        headers = dict(scope["headers"])
+        call = Call(self, request_id(headers.get(b"x-request-id", b"")), headers)
+        exchange = Exchange(receive, send, {"x-request-id": call.request_id, **self._cors(headers)})
+        shape = shape_of(scope["path"])
+        try:
+            await self._admit(scope, call, exchange)
+        except Gone:
+            pass
+        except Exception as error:
+            await self._refuse(exchange, shape, refusal(error), call.request_id)
+
+    async def drain(self, seconds: float) -> None:
+        """Takes nothing new, and waits up to `seconds` for what runs."""
+        self.draining = True
+        if self.active:
+            self._idle.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._idle.wait(), seconds)
+
+    async def _admit(self, scope: Mapping[str, Any], call: Call, exchange: Exchange) -> None:
+        method, headers = scope["method"], call.headers
+        allowed = "access-control-allow-origin" in exchange.headers
+        if method == "OPTIONS" and b"access-control-request-method" in headers and allowed:
+            preflight = {"access-control-allow-methods": "GET, POST, DELETE, HEAD", "access-control-allow-headers": _ALLOWED}
+            await exchange.reply(b"", status=200, headers={**preflight, "access-control-max-age": "600"})
+            return
+        if sum(len(name) + len(value) for name, value in scope["headers"]) > self.settings.max_headers:
+            raise Refusal(431, "headers_too_large", f"the headers are larger than {self.settings.max_headers} bytes")
+        methods, rest = self._methods(scope["path"])
+        route = methods.get("GET" if method == "HEAD" else method)
+        key = None if route is not None and route.public else self._key(headers)
+        if not methods:
+            raise Refusal(404, "no_route", f"there is nothing at {scope['path']:.100}; /openapi.json lists what there is")
+        if route is None:
+            names = ", ".join(sorted(methods))
+            raise Refusal(405, "no_method", f"{method} is not possible here, only {names}", headers={"allow": names})
+        call = Call(self, call.request_id, headers, key, rest, call.arrival)
+        if route.open:
+            await answer(route, call, exchange, b"")
+            return
+        if self.draining:
+            raise unavailable("the server is about to stop; ask another one")
+        await self._answer(route, call, exchange)
+
+    async def _answer(self, route: Route, call: Call, exchange: Exchange) -> None:
+        self.active += 1
+        try:
+            limit = self.settings.max_body
+            if int(call.headers.get(b"content-length", b"0") or 0) > limit:
+                raise too_large(limit)
+            body = await exchange.body(limit, self.settings.body_timeout)
+            await exchange.unless_gone(answer(route, call, exchange, body))
+        finally:
+            self.active -= 1
+            if not self.active:
+                self._idle.set()
+
+    def _methods(self, path: str) -> tuple[Mapping[str, Route], str]:
+        """The routes at a path by method, and what stands for the name in theirs."""
+        found = self._exact.get(path)
+        if found is not None:
+            return found, ""
+        for head, routes in self._prefix.items():
+            if path.startswith(head) and len(path) > len(head):
+                return routes, path[len(head) :]
+        return {}, ""
+
+    def _key(self, headers: Mapping[bytes, bytes]) -> Key | None:
+        """The key that came with the call, if keys are wanted. Raises Refusal."""
+        keys = self.settings.keys
+        if not keys:
+            return None
+        kind, _, bearer = headers.get(b"authorization", b"").partition(b" ")
+        bearer = bearer if kind.lower() == b"bearer" else b""
+        given = [text.strip() for text in (bearer, headers.get(b"x-api-key", b"")) if text.strip()]
+        for text in given:
+            if (found := keys.find(text)) is not None:
+                return found
+        why = "is not known here" if given else "is missing: give it as Authorization: Bearer KEY or as x-api-key"
+        raise Refusal(401, "invalid_api_key", f"the API key {why}", headers={"www-authenticate": "Bearer"})
+
+    def _cors(self, headers: Mapping[bytes, bytes]) -> dict[str, str]:
+        origin = headers.get(b"origin", b"").decode("latin-1")
+        if origin and (origin in self.settings.origins or "*" in self.settings.origins):
+            shown = "x-request-id, request-id, retry-after"
+            return {"access-control-allow-origin": origin, "vary": "origin", "access-control-expose-headers": shown}
+        return {}
+
+    async def _refuse(self, exchange: Exchange, shape: ErrorShape, fault: Refusal, request_id: str) -> None:
+        self.meters.refused(fault.code)
+        if not exchange.started:
+            await exchange.reply(encode(shape(fault, request_id)), status=fault.status, headers=fault.headers)
+
+
+def request_id(given: bytes) -> str:
+    """The client's own, as far as it is printable and not too long; else a new one. It is for people to find their call again."""
+    text = "".join(chr(byte) for byte in given[:_LONGEST_ID] if 32 < byte < 127)
+    return text or secrets.token_hex(16)

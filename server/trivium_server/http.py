@@ -1,0 +1,228 @@
+"""Calls and replies over ASGI: what a dialect's handler gets and returns, and the one place where answers are sent and streamed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+
+from trivium_server.faults import ErrorShape, Refusal, bad, openai_error, refusal
+from trivium_server.settings import Key
+
+if TYPE_CHECKING:
+    from trivium_server.app import App
+
+Receive = Callable[[], Awaitable[Mapping[str, Any]]]
+Send = Callable[[Mapping[str, Any]], Awaitable[None]]
+encode: Callable[[Any], bytes] = msgspec.json.Encoder().encode
+JSON = "application/json"
+
+
+@dataclass(frozen=True)
+class Call:
+    """One HTTP call that was let in. rest: what stands for {name} in the route's path. arrival: Unix seconds."""
+
+    app: App
+    request_id: str
+    headers: Mapping[bytes, bytes]
+    key: Key | None = None
+    rest: str = ""
+    arrival: float = field(default_factory=time.time)
+
+    def options(self, body: object) -> dict[str, Any]:
+        """trivium's Options of a request: the salt of the key, the deadline, and what the body says."""
+        salt = (self.key.salt if self.key else "") + (getattr(body, "cache_salt", None) or "")
+        limits = [t for t in (self.app.settings.request_timeout, getattr(body, "timeout", None)) if t is not None]
+        options: dict[str, Any] = {"request_id": self.request_id, "cache_salt": salt}
+        if limits:
+            options["timeout"] = min(limits)
+        if priority := getattr(body, "priority", None):
+            options["priority"] = priority
+        return options
+
+
+class Plain(NamedTuple):
+    """A reply that is no JSON, or has a status of its own."""
+
+    body: bytes
+    media: str = "text/plain; charset=utf-8"
+    status: int = 200
+
+
+def sse(event: Any) -> bytes:
+    """A server-sent event without a name."""
+    return b"data: " + encode(event) + b"\n\n"
+
+
+def named(event: Mapping[str, Any]) -> bytes:
+    """A server-sent event that is called by its type."""
+    return b"event: %b\ndata: %b\n\n" % (str(event.get("type", "error")).encode(), encode(event))
+
+
+def line(event: Any) -> bytes:
+    """A line of newline-delimited JSON."""
+    return b"%b\n" % encode(event)
+
+
+class Stream(NamedTuple):
+    """A reply in pieces. events: what comes, the first as soon as the request is taken: what it raises before that is an ordinary
+    error reply, and later an event. ping: what a silent stream sends, if anything. end: the last bytes."""
+
+    events: AsyncGenerator[Any, None]
+    frame: Callable[[Any], bytes] = sse
+    end: bytes = b"data: [DONE]\n\n"
+    media: str = "text/event-stream; charset=utf-8"
+    ping: bytes = b": still working\n\n"
+
+
+Handler = Callable[[Call, Any], Awaitable[Any]]
+
+
+@dataclass(frozen=True)
+class Route:
+    """method and path ("/…/{name}": the rest of the path, slashes included), what answers, and the types that validate and describe
+    it: of the body, and of the reply (a media type where it is text). public: needs no key. open: is answered also while the server
+    drains."""
+
+    method: str
+    path: str
+    handler: Handler
+    summary: str
+    body: Any = None
+    reply: Any = None
+    error: ErrorShape = openai_error
+    public: bool = False
+    open: bool = False
+    status: int = 200
+
+
+class Exchange:
+    """A call under way: reads its body, sends its reply. headers: of every reply."""
+
+    def __init__(self, receive: Receive, send: Send, headers: Mapping[str, str]) -> None:
+        self._receive, self._send = receive, send
+        self.headers = dict(headers)
+        self.started = False
+        self._last = 0.0
+
+    async def body(self, limit: int, seconds: float) -> bytes:
+        """The whole body. Raises Refusal if it is too long or too slow, Gone if the client leaves."""
+        parts, size, more = [], 0, True
+        try:
+            async with asyncio.timeout(seconds):
+                while more:
+                    message = await self._receive()
+                    if message["type"] == "http.disconnect":
+                        raise Gone
+                    parts.append(message.get("body", b""))
+                    size, more = size + len(parts[-1]), message.get("more_body", False)
+                    if size > limit:
+                        raise too_large(limit)
+        except TimeoutError:
+            late = f"the body has not arrived in {seconds:g} s"
+            raise Refusal(408, "body_timeout", late, headers={"connection": "close"}) from None
+        return b"".join(parts)
+
+    async def reply(self, body: bytes, media: str = JSON, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
+        """Sends a whole reply."""
+        await self._start(status, {"content-type": media, "content-length": str(len(body)), **(headers or {})})
+        await self._send({"type": "http.response.body", "body": body})
+
+    async def stream(self, stream: Stream, error: Callable[[BaseException], Any], ping: float) -> None:
+        """Sends a reply in pieces. error: the event that tells of one."""
+        async with contextlib.aclosing(stream.events) as events:
+            first = await anext(events)
+            own = {"content-type": stream.media, "cache-control": "no-cache", "x-accel-buffering": "no"}
+            await self._start(200, own)
+            pings = asyncio.ensure_future(self._ping(stream.ping, ping)) if stream.ping else None
+            try:
+                await self._piece(stream.frame(first))
+                async for event in events:
+                    await self._piece(stream.frame(event))
+            except Exception as fault:
+                await self._piece(stream.frame(error(fault)))
+            finally:
+                if pings is not None:
+                    pings.cancel()
+        await self._send({"type": "http.response.body", "body": stream.end})
+
+    async def unless_gone(self, work: Coroutine[Any, Any, None]) -> None:
+        """Does `work`, which is cancelled if the client leaves; then Gone."""
+        task, gone = asyncio.ensure_future(work), asyncio.ensure_future(self._left())
+        try:
+            await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise Gone
+            task.result()
+        finally:
+            task.cancel()
+            gone.cancel()
+            await asyncio.gather(task, gone, return_exceptions=True)
+
+    async def _left(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+
+    async def _start(self, status: int, headers: Mapping[str, str]) -> None:
+        pairs = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in {**self.headers, **headers}.items()]
+        self.started = True
+        await self._send({"type": "http.response.start", "status": status, "headers": pairs})
+
+    async def _piece(self, body: bytes) -> None:
+        self._last = asyncio.get_running_loop().time()
+        await self._send({"type": "http.response.body", "body": body, "more_body": True})
+
+    async def _ping(self, body: bytes, seconds: float) -> None:
+        while True:
+            await asyncio.sleep(seconds)
+            if asyncio.get_running_loop().time() - self._last >= seconds:
+                await self._piece(body)
+
+
+class Gone(Exception):
+    """The client has left."""
+
+
+def too_large(limit: int) -> Refusal:
+    """Of a body."""
+    return Refusal(413, "body_too_large", f"the body is larger than {limit} bytes", headers={"connection": "close"})
+
+
+_PLACE = re.compile(r" - at `(?:key in )?\$\.?(.*)`$")
+
+
+def decode(body: bytes, kind: Any) -> Any:
+    """A body as its type. Raises Refusal with the place of what is wrong."""
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as error:
+        place = _PLACE.search(str(error))
+        field, what = (place[1] if place else ""), _PLACE.sub("", str(error))
+        message = f"{field or 'the body'}: {what[0].lower()}{what[1:]}"
+        raise bad(message, field.partition("[")[0].partition(".")[0] or None) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise bad(f"the body is not valid JSON: {str(error) or 'nested too deeply'}") from None
+
+
+async def answer(route: Route, call: Call, exchange: Exchange, body: bytes) -> None:
+    """Runs a route's handler and sends what it returns; errors that come before the reply began are raised."""
+    reply = await route.handler(call, None if route.body is None else decode(body, route.body))
+    if isinstance(reply, Stream):
+        await exchange.stream(reply, lambda fault: route.error(told(call, fault), call.request_id), call.app.settings.ping)
+    elif isinstance(reply, Plain):
+        await exchange.reply(reply.body, reply.media, reply.status)
+    else:
+        await exchange.reply(encode(reply), status=route.status)
+
+
+def told(call: Call, fault: BaseException) -> Refusal:
+    """A fault as a refusal, counted."""
+    found = refusal(fault)
+    call.app.meters.refused(found.code)
+    return found

@@ -1,0 +1,129 @@
+"""Prometheus metrics. What a histogram gets is what the request's own clock says, the same as in its answer.
+
+Time to first token: from the arrival of the request in the engine to the first token made, its wait in the queue included.
+Inter-token latency: an observation for each gap between the moments at which an output grew. Time per output token: the same time
+divided by the tokens after the first, one observation a request. Queue time: arrival to first scheduling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from trivium import Metrics, RequestOutput
+
+from trivium_server.models import Models, Served
+
+_SHORT = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5, 5.0)
+_LONG = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0)
+_SIZES = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
+_TIMES: tuple[tuple[str, str, str, tuple[float, ...]], ...] = (
+    ("time_to_first_token_seconds", "time_to_first_token", "Arrival to first token, queue included", _LONG),
+    ("request_time_per_output_token_seconds", "time_per_output_token", "Mean time of a token after the first", _SHORT),
+    ("e2e_request_latency_seconds", "e2e_time", "Arrival to the end", _LONG),
+    ("request_queue_time_seconds", "queue_time", "Arrival to first scheduling", _LONG),
+    ("request_prefill_time_seconds", "prefill_time", "First scheduling to the end of the prompt", _LONG),
+    ("request_decode_time_seconds", "decode_time", "First to last token", _LONG),
+)
+_COUNTS = (
+    ("prompt_tokens", "prompt_tokens", "Prompt tokens of the requests taken"),
+    ("generation_tokens", "generated_tokens", "Tokens made"),
+    ("prefix_cache_queries", "prompt_tokens", "Prompt tokens looked for in the prefix cache"),
+    ("prefix_cache_hits", "cached_tokens", "Prompt tokens found in the prefix cache or a tier below it"),
+    ("num_preemptions", "preemptions", "Sequences that gave their pages up and ran again"),
+    ("spec_decode_num_draft_tokens", "draft_tokens", "Guessed tokens that were checked"),
+    ("spec_decode_num_accepted_tokens", "accepted_tokens", "Guessed tokens that came true"),
+    ("engine_steps", "steps", "Steps of the engine"),
+    ("engine_host_seconds", "host_seconds", "Time of the steps in which the device has nothing to do"),
+    ("engine_device_seconds", "device_seconds", "Time of the steps on the device"),
+)
+_LABEL = ["model_name"]
+
+
+class Meters:
+    """Of one server: a registry of its own."""
+
+    def __init__(self, models: Models, *, aliases: bool) -> None:
+        """aliases: each name also with vllm: in place of trivium:."""
+        self._models, self._aliases = models, aliases
+        self._registry = registry = CollectorRegistry()
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(f"trivium:{name}", text, _LABEL, registry=registry, buckets=buckets)
+
+        self._times = [(field, histogram(name, text, buckets)) for name, field, text, buckets in _TIMES]
+        self._gaps = histogram("inter_token_latency_seconds", "Gap between the moments at which an output grew", _SHORT)
+        self._prompts = histogram("request_prompt_tokens", "Prompt tokens of a request", _SIZES)
+        self._made = histogram("request_generation_tokens", "Tokens that a request made", _SIZES)
+        labels = [*_LABEL, "finished_reason"]
+        self._ended = Counter("trivium:request_success", "Outputs that ended, by how", labels, registry=registry)
+        self._refused = Counter("trivium:requests_refused", "Calls that got an error, by its code", ["code"], registry=registry)
+        for served in models:
+            for _, one in self._times:
+                one.labels(served.name)
+            for reason in ("stop", "length", "tool_calls", "abort", "error"):
+                self._ended.labels(served.name, reason)
+            for one in (self._gaps, self._prompts, self._made):
+                one.labels(served.name)
+
+    def finished(self, served: Served, output: RequestOutput, made: int) -> None:
+        """A request has come to its end and made so many tokens."""
+        for one in output.outputs:
+            if one.finish_reason is not None:
+                self._ended.labels(served.name, one.finish_reason).inc()
+        self._prompts.labels(served.name).observe(len(output.prompt_token_ids))
+        self._made.labels(served.name).observe(made)
+        if output.metrics is not None:
+            self._observe(served, output.metrics)
+
+    def aborted(self, served: Served, outputs: int) -> None:
+        """Nobody waits for them any more."""
+        self._ended.labels(served.name, "abort").inc(outputs)
+
+    def refused(self, code: str) -> None:
+        """A call got an error."""
+        self._refused.labels(code).inc()
+
+    def _observe(self, served: Served, metrics: Metrics) -> None:
+        for field, histogram in self._times:
+            value = getattr(metrics, field)
+            if value is not None:
+                histogram.labels(served.name).observe(value)
+        gaps = self._gaps.labels(served.name)
+        for gap in metrics.inter_token_latencies:
+            gaps.observe(gap)
+
+    async def text(self) -> bytes:
+        """The exposition."""
+        registry = CollectorRegistry()
+        registry.register(_Now([(served.name, await served.llm.stats()) for served in self._models]))
+        text = generate_latest(self._registry) + generate_latest(registry)
+        return text + text.replace(b"trivium:", b"vllm:") if self._aliases else text
+
+
+class _Now:
+    """What the engines say at this moment."""
+
+    def __init__(self, stats: list[tuple[str, Any]]) -> None:
+        self._stats = stats
+
+    def collect(self) -> Iterator[Metric]:
+        for name, field, text in _COUNTS:
+            total = CounterMetricFamily(f"trivium:{name}", text, labels=_LABEL)
+            for model, stats in self._stats:
+                total.add_metric([model], getattr(stats, field))
+            yield total
+        now: tuple[tuple[str, str, Callable[[Any], float]], ...] = (
+            ("num_requests_running", "Sequences that run", lambda s: s.running),
+            ("num_requests_waiting", "Sequences that wait", lambda s: s.waiting),
+            ("num_tokens_waiting", "Prompt tokens that wait", lambda s: s.waiting_tokens),
+            ("kv_cache_usage_perc", "Share of the pages in use, 0 to 1", lambda s: 1 - s.free_pages / max(s.pages, 1)),
+            ("kv_cache_free_pages", "Pages of the KV cache that are free", lambda s: s.free_pages),
+        )
+        for name, text, read in now:
+            gauge = GaugeMetricFamily(f"trivium:{name}", text, labels=_LABEL)
+            for model, stats in self._stats:
+                gauge.add_metric([model], read(stats))
+            yield gauge

@@ -1,0 +1,290 @@
+"""Ollama: /api/*. Streams are lines of JSON, and durations are nanoseconds."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import AsyncGenerator, Mapping
+from datetime import UTC, datetime
+from typing import Any
+
+import trivium
+from msgspec import Struct
+from trivium import CompletionOutput, PoolingParams, StructuredOutputs
+
+from trivium_server.faults import bad, ollama_error
+from trivium_server.http import Call, Route, Stream, line
+from trivium_server.models import Served
+from trivium_server.openai_types import Object, chat_logprobs
+from trivium_server.structure import json_object, json_schema
+from trivium_server.work import Tally, Work, sampling, template_arguments
+
+
+class Options(Struct, kw_only=True):
+    """Ollama's names of sampling parameters. What belongs to how a model is loaded (num_ctx, num_thread, ...) is the operator's."""
+
+    num_predict: int | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    typical_p: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    repeat_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+
+
+class _Common(Struct, kw_only=True):
+    """format: "json" or a JSON schema. think: for templates that know enable_thinking. keep_alive: models stay loaded anyway."""
+
+    model: str
+    stream: bool | None = None
+    format: str | Object | None = None
+    options: Options | None = None
+    keep_alive: str | float | None = None
+    think: bool | str | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+
+    def made(self, call: Call, served: Served, prompt: Any, more: Mapping[str, Any] | None) -> Work:
+        """The work; more: arguments of a chat, None for plain text."""
+        options = self.options or Options()
+        limit = None if options.num_predict is None or options.num_predict < 0 else options.num_predict
+        own = {"repetition_penalty": options.repeat_penalty, "structured_outputs": self._structure(), "logprobs": self.alternatives}
+        params = sampling(served, options, limit, **own)
+        thinking = {"enable_thinking": bool(self.think)} if self.think is not None and more is not None else {}
+        both = {**template_arguments(thinking), **call.options(self), **(more or {})}
+        return Work(served, [prompt], params, both, chat=more is not None)
+
+    def _structure(self) -> StructuredOutputs | None:
+        if self.format in (None, ""):
+            return None
+        if self.format == "json":
+            return json_object()
+        if isinstance(self.format, str):
+            raise bad(f'format must be "json" or a JSON schema, not {self.format!r:.80}', "format")
+        return json_schema(self.format)
+
+    @property
+    def alternatives(self) -> int | None:
+        """How many a token; None: no logprobs."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+class ChatRequest(_Common, kw_only=True):
+    messages: list[Object] = []
+    tools: list[Object] | None = None
+
+
+class GenerateRequest(_Common, kw_only=True):
+    """raw: the text is continued as it is, without the model's chat template."""
+
+    prompt: str = ""
+    suffix: str | None = None
+    system: str | None = None
+    template: str | None = None
+    raw: bool | None = None
+    images: list[Any] | None = None
+
+
+class EmbedRequest(Struct, kw_only=True):
+    """truncate is not done: what is too long is refused."""
+
+    model: str
+    input: str | list[str]
+    dimensions: int | None = None
+
+
+class OldEmbedRequest(Struct, kw_only=True):
+    model: str
+    prompt: str
+
+
+class ShowRequest(Struct, kw_only=True):
+    model: str | None = None
+    name: str | None = None
+
+
+def _find(call: Call, name: str | None) -> Served:
+    return call.app.models.find(None if name is None else name.removesuffix(":latest"))
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat().replace("+00:00", "Z")
+
+
+def _ns(seconds: float | None) -> int:
+    return round((seconds or 0.0) * 1e9)
+
+
+def _figures(tally: Tally, reason: str | None) -> Object:
+    """Of the last piece."""
+    m = tally.metrics
+    whole, prompt, made = (None, None, None) if m is None else (m.e2e_time, m.prefill_time, m.decode_time)
+    return {
+        "done": True, "done_reason": "length" if reason == "length" else "stop", "total_duration": _ns(whole), "load_duration": 0,
+        "prompt_eval_count": tally.prompt_tokens, "prompt_eval_duration": _ns(prompt), "eval_count": tally.made,
+        "eval_duration": _ns(made),
+    }  # fmt: skip
+
+
+def _message(message: Mapping[str, Any]) -> Object:
+    """A message as the chat template takes it: Ollama's tool calls have no type, and their results only a name."""
+    if message.get("images"):
+        raise bad("images are not possible: this model reads text only", "messages")
+    kept = {key: value for key, value in message.items() if key != "images"}
+    if isinstance(calls := kept.get("tool_calls"), list):
+        kept["tool_calls"] = [{"type": "function", **call} if isinstance(call, Mapping) else call for call in calls]
+    return kept
+
+
+def _chat_piece(output: CompletionOutput, calls: list[Object]) -> Object:
+    message: Object = {"role": "assistant", "content": output.content}
+    if thinking := output.reasoning:
+        message["thinking"] = thinking
+    return {"message": {**message, "tool_calls": calls} if calls else message}
+
+
+def _text_piece(output: CompletionOutput, calls: list[Object]) -> Object:
+    thinking = {"thinking": output.reasoning} if output.reasoning else {}
+    return {"response": output.content, **thinking}
+
+
+class _Calls:
+    """Tool calls of one output, each given out once it is whole, with its arguments as an object."""
+
+    def __init__(self) -> None:
+        self._parts: dict[int, tuple[str, str]] = {}
+
+    def take(self, output: CompletionOutput) -> list[Object]:
+        """Those that are whole now."""
+        whole = []
+        for call in output.tool_calls if output.events else ():
+            name, text = self._parts.get(call.index, ("", ""))
+            self._parts[call.index] = name, text = name or call.name, text + call.arguments
+            if call.complete:
+                whole.append({"function": {"name": name, "arguments": json.loads(text or "{}")}})
+        return whole
+
+
+async def chat(call: Call, body: ChatRequest) -> Object | Stream:
+    served = _find(call, body.model)
+    if not body.messages:
+        return _loaded(served, {"message": {"role": "assistant", "content": ""}})
+    messages = [_message(message) for message in body.messages]
+    return await _answer(call, body, body.made(call, served, messages, {"tools": body.tools}), _chat_piece)
+
+
+async def generate(call: Call, body: GenerateRequest) -> Object | Stream:
+    for field in ("suffix", "template", "images"):
+        if getattr(body, field):
+            raise bad(f"{field} is not possible here", field)
+    served = _find(call, body.model)
+    if not body.prompt:
+        return _loaded(served, {"response": ""})
+    if body.raw or served.llm.tokenizer.chat_template is None:
+        return await _answer(call, body, body.made(call, served, body.prompt, None), _text_piece)
+    system = [] if body.system is None else [{"role": "system", "content": body.system}]
+    messages = [*system, {"role": "user", "content": body.prompt}]
+    return await _answer(call, body, body.made(call, served, messages, {}), _text_piece)
+
+
+def _loaded(served: Served, empty: Object) -> Object:
+    """The answer to an empty prompt, by which clients ask that a model be loaded."""
+    return {"model": served.name, "created_at": _now(), **empty, "done": True, "done_reason": "load"}
+
+
+async def _answer(call: Call, body: _Common, work: Work, piece: Any) -> Object | Stream:
+    if body.stream is not False:
+        return Stream(_lines(call, body, work, piece), line, b"", "application/x-ndjson", b"")
+    [output] = await work.whole(call.app.meters)
+    tally = Tally()
+    tally.add(0, output)
+    one = output.outputs[0]
+    shown = {**piece(one, _Calls().take(one)), **_logprobs(one, body)}
+    return {"model": work.served.name, "created_at": _now(), **shown, **_figures(tally, one.finish_reason)}
+
+
+def _logprobs(output: CompletionOutput, body: _Common) -> Object:
+    found = chat_logprobs(output.logprobs, body.alternatives or 0, None)
+    return {} if found is None else {"logprobs": found["content"]}
+
+
+async def _lines(call: Call, body: _Common, work: Work, piece: Any) -> AsyncGenerator[Object, None]:
+    tally, calls, reason = Tally(), _Calls(), None
+    head = {"model": work.served.name}
+    empty = CompletionOutput(0, "", [], None)
+    async with contextlib.aclosing(work.stream(call.app.meters)) as news:
+        async for number, output in news:
+            tally.add(number, output)
+            if not output.outputs and not output.finished:
+                yield {**head, "created_at": _now(), **piece(empty, []), "done": False}
+            for one in output.outputs:
+                whole, reason = calls.take(one), one.finish_reason
+                if one.content or one.reasoning or whole or one.logprobs:
+                    yield {**head, "created_at": _now(), **piece(one, whole), **_logprobs(one, body), "done": False}
+    yield {**head, "created_at": _now(), **piece(empty, []), **_figures(tally, reason)}
+
+
+async def embed(call: Call, body: EmbedRequest) -> Object:
+    served, began = _find(call, body.model), time.perf_counter()
+    texts = [body.input] if isinstance(body.input, str) else body.input
+    if not texts or "" in texts:
+        raise bad("input must not be empty", "input")
+    outputs = await served.llm.embed(texts, PoolingParams(dimensions=body.dimensions), **call.options(body))
+    vectors = [[float(x) for x in output.embedding] for output in outputs if output.embedding is not None]
+    count = sum(len(output.prompt_token_ids) for output in outputs)
+    spent = _ns(time.perf_counter() - began)
+    return {"model": served.name, "embeddings": vectors, "total_duration": spent, "load_duration": 0, "prompt_eval_count": count}
+
+
+async def old_embed(call: Call, body: OldEmbedRequest) -> Object:
+    found = await embed(call, EmbedRequest(model=body.model, input=body.prompt))
+    return {"embedding": found["embeddings"][0]}
+
+
+def _details(served: Served) -> Object:
+    family = served.llm.loaded.architecture
+    unknown = {"parameter_size": "", "quantization_level": "", "parent_model": ""}
+    return {"format": "trivium", "family": family, "families": [family], **unknown}
+
+
+def _listed(served: Served) -> Object:
+    at = datetime.fromtimestamp(served.created, UTC).isoformat().replace("+00:00", "Z")
+    return {"name": served.name, "model": served.name, "modified_at": at, "size": 0, "digest": "", "details": _details(served)}
+
+
+async def tags(call: Call, body: None) -> Object:
+    return {"models": [_listed(served) for served in call.app.models]}
+
+
+async def ps(call: Call, body: None) -> Object:
+    later = "9999-12-31T23:59:59Z"
+    return {"models": [{**_listed(served), "expires_at": later, "size_vram": 0} for served in call.app.models]}
+
+
+async def show(call: Call, body: ShowRequest) -> Object:
+    served = _find(call, body.model or body.name)
+    tokenizer = served.llm.tokenizer
+    can = ["completion", *(["tools"] if "tools" in (tokenizer.chat_template or "") else [])]
+    info = {"general.architecture": served.llm.loaded.architecture, "general.context_length": served.max_model_len}
+    return {"details": _details(served), "model_info": info, "capabilities": can, "template": tokenizer.chat_template or ""}
+
+
+async def version(call: Call, body: None) -> Object:
+    return {"version": trivium.__version__}
+
+
+ROUTES: tuple[Route, ...] = (
+    Route("POST", "/api/chat", chat, "Answer a chat (Ollama)", ChatRequest, dict, ollama_error),
+    Route("POST", "/api/generate", generate, "Answer or continue a text (Ollama)", GenerateRequest, dict, ollama_error),
+    Route("POST", "/api/embed", embed, "Embed texts (Ollama)", EmbedRequest, dict, ollama_error),
+    Route("POST", "/api/embeddings", old_embed, "Embed a text (Ollama, older)", OldEmbedRequest, dict, ollama_error),
+    Route("GET", "/api/tags", tags, "List the models (Ollama)", None, dict, ollama_error),
+    Route("GET", "/api/ps", ps, "List the loaded models (Ollama)", None, dict, ollama_error),
+    Route("POST", "/api/show", show, "Describe a model (Ollama)", ShowRequest, dict, ollama_error),
+    Route("GET", "/api/version", version, "The version of trivium (Ollama)", None, dict, ollama_error),
+)

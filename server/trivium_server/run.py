@@ -1,0 +1,93 @@
+"""Runs the server: loads the models, listens, and stops in good order on SIGTERM or Ctrl-C."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import uvicorn
+from trivium import AsyncLLM
+
+from trivium_server.app import App
+from trivium_server.models import Models, Served
+from trivium_server.settings import Settings
+
+
+def load(models: Sequence[tuple[str, str]], aliases: Sequence[str], options: dict[str, Any]) -> Models:
+    """(name, model) of each; aliases: other names of the first. Raises a TriviumError; then nothing is left open."""
+    served: list[Served] = []
+    try:
+        for name, model in models:
+            served.append(Served(name, AsyncLLM(model, **options)))
+    except BaseException:
+        for one in served:
+            one.llm.close()
+        raise
+    return Models(served, [(alias, models[0][0]) for alias in aliases])
+
+
+class _Server(uvicorn.Server):
+    """Signals are ours: see serve()."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A bound socket; OSError says why not."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((host, port))
+    except BaseException:
+        sock.close()
+        raise
+    sock.listen(2048)
+    return sock
+
+
+def serve(models: Models, settings: Settings, sock: socket.socket) -> int:
+    """Answers until it is told to stop; 0 if all that ran could finish, 1 if some had to be ended.
+
+    The first SIGTERM or SIGINT: /health says no, new work is refused, what runs may finish (settings.shutdown_timeout). The second
+    ends the process at once.
+    """
+    app = App(models, settings)
+    config = uvicorn.Config(
+        app, http="httptools", loop="uvloop", lifespan="off", log_level="warning", access_log=False, server_header=False,
+        timeout_keep_alive=75, timeout_graceful_shutdown=1,
+    )  # fmt: skip
+    server = _Server(config)
+
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        stopping: list[asyncio.Task[None]] = []
+
+        def stop(number: int) -> None:
+            if stopping:
+                os._exit(128 + number)
+            print("trivium: stopping; a second signal ends at once", file=sys.stderr, flush=True)
+            stopping.append(loop.create_task(_drained(app, server)))
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, stop, number)
+        host, port = sock.getsockname()[:2]
+        print(f"trivium: serving {', '.join(one.name for one in models)} at http://{host}:{port}", file=sys.stderr, flush=True)
+        await server.serve([sock])
+
+    with contextlib.closing(models), asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
+        runner.run(run())
+    return 1 if app.active else 0
+
+
+async def _drained(app: App, server: uvicorn.Server) -> None:
+    await app.drain(app.settings.shutdown_timeout)
+    server.should_exit = True

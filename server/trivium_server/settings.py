@@ -1,0 +1,69 @@
+"""What the operator decides."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Key:
+    """An API key as it is kept: its SHA-256, and from that the salt that keeps its cached prefixes apart from those of others."""
+
+    digest: bytes
+
+    @classmethod
+    def of(cls, text: str) -> Key:
+        """`text`: the key itself, or sha256:HEX for one that only its owner knows. ValueError if it is neither."""
+        if not text or not text.isascii() or not text.isprintable():
+            raise ValueError("an API key must be printable ASCII, and not empty")
+        kind, found, digits = text.partition("sha256:")
+        if not found or kind:
+            return cls(hashlib.sha256(text.encode()).digest())
+        if len(digits) != 64:
+            raise ValueError("after sha256: there must be 64 hexadecimal digits")
+        return cls(bytes.fromhex(digits))
+
+    @property
+    def salt(self) -> str:
+        """Of the prefix cache. The digest itself is not shown."""
+        return hashlib.sha256(b"salt" + self.digest).hexdigest()[:16]
+
+
+class Keys:
+    """The keys that open the server; none: it is open to all."""
+
+    def __init__(self, keys: Iterable[Key] = ()) -> None:
+        self._keys = tuple(keys)
+
+    def __bool__(self) -> bool:
+        return bool(self._keys)
+
+    def find(self, text: bytes) -> Key | None:
+        """The key that a client gave, if it is one. Takes the same time whichever of them it is."""
+        digest = hashlib.sha256(text).digest()
+        found = [key for key in self._keys if hmac.compare_digest(key.digest, digest)]
+        return found[0] if found else None
+
+
+@dataclass(frozen=True)
+class Settings:
+    """keys: see Keys. origins: web pages that may call the server (CORS); "*": all. max_body: bytes; max_headers: bytes of a
+    request's headers; body_timeout: seconds in which a body must have arrived. request_timeout: seconds until an answer is ended,
+    waiting included; None: never. max_prompts: of one request, each counted n times. shutdown_timeout: seconds in which what runs
+    may finish after SIGTERM. timings: every answer tells its times, not only those that ask for it. vllm_metrics: /metrics has each
+    name also with vllm: in place of trivium:. ping: seconds of silence after which a stream says that it is alive."""
+
+    keys: Keys = field(default_factory=Keys)
+    origins: tuple[str, ...] = ()
+    max_body: int = 32 << 20
+    max_headers: int = 64 << 10
+    body_timeout: float = 60.0
+    request_timeout: float | None = None
+    max_prompts: int = 2048
+    shutdown_timeout: float = 30.0
+    timings: bool = False
+    vllm_metrics: bool = False
+    ping: float = 15.0

@@ -1,0 +1,152 @@
+"""The one internal request that every dialect is translated into, and how it runs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from trivium import CompletionOutput, Metrics, RequestOutput, SamplingParams
+
+from trivium_server.faults import bad
+from trivium_server.meters import Meters
+from trivium_server.models import Served
+
+Prompt = str | list[int]
+
+
+@dataclass(frozen=True)
+class Work:
+    """Prompts of one call (texts or ids; several only of a completion) or one chat, and how to answer. options: of the engine, such
+    as timeout and cache_salt; of a chat also tools, tool_choice and the arguments of its template."""
+
+    served: Served
+    prompts: Sequence[Any]
+    params: SamplingParams
+    options: Mapping[str, Any] = field(default_factory=dict)
+    chat: bool = False
+
+    async def whole(self, meters: Meters) -> list[RequestOutput]:
+        """The answers, in the order of the prompts; the first error of one is raised. Cancelling aborts all."""
+        llm = self.served.llm
+        try:
+            if self.chat:
+                outputs = await llm.chat(self.prompts, self.params, **self.options)
+            else:
+                outputs = await llm.generate(self.prompts, self.params, **self.options)
+        except asyncio.CancelledError:
+            meters.aborted(self.served, len(self.prompts) * self.params.n)
+            raise
+        for output in outputs:
+            meters.finished(self.served, output, count(output.outputs))
+        if failed := [output.error for output in outputs if output.error is not None]:
+            raise failed[0]
+        return outputs
+
+    async def stream(self, meters: Meters) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        """(number of the prompt, its news). Each first says, without outputs, that it was taken. Closing aborts all."""
+        streams = [self._news(prompt, meters) for prompt in self.prompts]
+        if len(streams) == 1:
+            async with contextlib.aclosing(streams[0]) as news:
+                async for output in news:
+                    yield 0, output
+            return
+        async with contextlib.aclosing(_merged(streams)) as both:
+            async for pair in both:
+                yield pair
+
+    async def _news(self, prompt: Any, meters: Meters) -> AsyncGenerator[RequestOutput, None]:
+        running, made = self.params.n, 0
+        news: Any = self.served.llm.stream(prompt, self.params, announce=True, **self.options)
+        taken = False
+        try:
+            async with contextlib.aclosing(news):
+                async for output in news:
+                    taken = True
+                    made += count(output.outputs)
+                    if output.finished:
+                        running = 0
+                        meters.finished(self.served, output, made)
+                    yield output
+        finally:
+            if taken and running:
+                meters.aborted(self.served, running)
+
+
+async def _merged(streams: Sequence[AsyncGenerator[RequestOutput, None]]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    """What comes from any of them, as it comes; an error of one ends all."""
+    queue: asyncio.Queue[tuple[int, RequestOutput | BaseException | None]] = asyncio.Queue(maxsize=2 * len(streams))
+
+    async def pump(number: int, stream: AsyncGenerator[RequestOutput, None]) -> None:
+        try:
+            async with contextlib.aclosing(stream):
+                async for output in stream:
+                    await queue.put((number, output))
+            await queue.put((number, None))
+        except Exception as error:
+            await queue.put((number, error))
+
+    tasks = [asyncio.ensure_future(pump(number, stream)) for number, stream in enumerate(streams)]
+    try:
+        left = len(streams)
+        while left:
+            number, news = await queue.get()
+            if isinstance(news, BaseException):
+                raise news
+            left -= news is None
+            if news is not None:
+                yield number, news
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+_PARAMS = frozenset(f.name for f in fields(SamplingParams))
+
+
+def sampling(served: Served, body: object, max_tokens: int | None, **own: Any) -> SamplingParams:
+    """SamplingParams of the fields of `body` that have their names and are not null, and of `own`; else the model's defaults.
+    max_tokens: None is up to the end of the context."""
+    given = {name: value for name in _PARAMS if (value := getattr(body, name, None)) is not None}
+    given |= {name: value for name, value in own.items() if value is not None}
+    return served.llm.default_params(**{**given, "max_tokens": max_tokens})
+
+
+def count(outputs: Sequence[CompletionOutput]) -> int:
+    """Tokens made."""
+    return sum(len(output.token_ids) for output in outputs)
+
+
+@dataclass
+class Tally:
+    """What a stream has come to: tokens by (prompt, output), and the last news of each prompt."""
+
+    made: int = 0
+    prompt: dict[int, int] = field(default_factory=dict)
+    cached: int = 0
+    metrics: Metrics | None = None
+
+    def add(self, number: int, output: RequestOutput) -> None:
+        """Counts a piece of news, or a whole answer."""
+        self.prompt[number] = len(output.prompt_token_ids)
+        self.made += count(output.outputs)
+        if output.metrics is not None:
+            self.cached += output.metrics.num_cached_tokens
+            self.metrics = output.metrics if len(self.prompt) == 1 else None
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Of all prompts."""
+        return sum(self.prompt.values())
+
+
+def template_arguments(given: Mapping[str, Any] | None, **own: Any) -> dict[str, Any]:
+    """Arguments of the chat template that a client may set; those that mean something to trivium itself are refused."""
+    reserved = {"template", "tools", "tool_choice", "add_generation_prompt", "messages", "announce", "sampling_params", "prompt"}
+    reserved |= {"adapter", "priority", "timeout", "request_id", "cache_salt"}
+    if taken := sorted(reserved & set(given or ())):
+        raise bad(f"chat_template_kwargs can't set {taken[0]}", "chat_template_kwargs")
+    return {**(given or {}), **{name: value for name, value in own.items() if value is not None}}

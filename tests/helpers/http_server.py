@@ -1,0 +1,59 @@
+"""A server for tests: the application over a tiny model, on a port of loopback, in a thread of this process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from trivium import AsyncLLM
+
+SECRET = "k1"
+AUTH = {"authorization": f"Bearer {SECRET}"}
+LETTERS = [*range(97, 123), 32]
+SPELL = {"temperature": 0, "ignore_eos": True, "allowed_token_ids": LETTERS}
+"""Greedy, in letters and blanks: every token of the answer is one character of its text."""
+CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_completion_tokens": 24, **SPELL}
+
+
+class Running:
+    """A server that answers at `url`; `app` is the application."""
+
+    def __init__(self, url: str, app: Any, llm: AsyncLLM) -> None:
+        self.url, self.app, self.llm = url, app, llm
+
+
+@contextlib.contextmanager
+def running(
+    folder: Path, *, keys: tuple[str, ...] = (SECRET,), loading: dict[str, Any] | None = None, **settings: Any
+) -> Iterator[Running]:  # fmt: skip
+    """Serves the model in `folder` as "tiny"; settings: of trivium_server.Settings."""
+    import uvicorn
+    from trivium_server import App, Models, Served, Settings
+    from trivium_server.settings import Key, Keys
+
+    exact = {"backend": "reference", "dtype": "float32", "progress": False}
+    llm = AsyncLLM(folder, **{**exact, **(loading or {})})
+    app = App(Models([Served("tiny", llm)], [("other", "tiny")]), Settings(keys=Keys(map(Key.of, keys)), **settings))
+    config = uvicorn.Config(app, http="httptools", loop="uvloop", lifespan="off", log_level="warning", access_log=False)
+    server = uvicorn.Server(config)
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        thread = threading.Thread(target=lambda: asyncio.Runner(loop_factory=config.get_loop_factory()).run(server.serve([sock])))
+        thread.start()
+        try:
+            yield Running(f"http://127.0.0.1:{sock.getsockname()[1]}", app, llm)
+        finally:
+            server.should_exit = True
+            thread.join()
+            llm.close()
+
+
+def events(text: str) -> list[Any]:
+    """The data of server-sent events, in order; [DONE] as the string."""
+    lines = [part.removeprefix("data: ") for part in text.splitlines() if part.startswith("data: ")]
+    return [part if part == "[DONE]" else json.loads(part) for part in lines]
