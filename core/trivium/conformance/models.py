@@ -173,7 +173,7 @@ class Generations:
         budget = min(budget, self.lab.step_tokens)
         with self.lab.session(dtype=dtype, tokens=budget, seqs=SEQS, length=MAX_LEN) as session:
             size = page_size or self.lab.page_size
-            model = open_model(self.lab, session, CONFIGS[self.name], partial(self._pages, size, share), size, kv_dtype)
+            model = open_model(self.lab, session, CONFIGS[self.name], partial(self.pages, size, share), size, kv_dtype)
             engine = Engine(model, cast(Any, Numbers()), EngineConfig(SEQS, budget))
             wanted = requests(model.vocab_size, self.lab.capabilities.sampling)
             rounds = [[r] for r in wanted] if one_by_one else [wanted]
@@ -184,7 +184,7 @@ class Generations:
             return made
 
     @staticmethod
-    def _pages(page_size: int, share: float, program: Program) -> int:
+    def pages(page_size: int, share: float, program: Program) -> int:
         """Pages of a group that are this share of what all requests need together, and enough for the longest."""
         lengths = [-(-(len(r.prompt) + int(r.params.max_tokens or 0)) // page_size) + 1 for r in requests(program.vocab_size)]
         return max(int(sum(lengths) * share), max(lengths) + 1)

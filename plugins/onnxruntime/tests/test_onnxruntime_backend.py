@@ -6,6 +6,7 @@ import contextlib
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import pytest
 
 from trivium.conformance.kit import collect_checks
 from trivium.conformance.lab import Lab
-from trivium.conformance.models import Generations, _Numbers
+from trivium.conformance.models import Generations, Numbers, open_model
 from trivium.conformance.zoo import CONFIGS
 from trivium.engine import Engine, EngineConfig, RequestState
 from trivium.errors import InvalidRequestError, UnsupportedError
@@ -43,8 +44,8 @@ def tiny(name: str, model: str, *, page_size: int = 16, share: float = 1.0, kv_d
     """An engine on a tiny model with real arithmetic."""
     lab = lab_of(name, **options)
     with lab.session(tokens=64, seqs=8, length=128) as session:
-        loaded = Generations(lab, model)._open(session, page_size, share, kv_dtype)
-        yield Engine(loaded, _Numbers(), config or EngineConfig(8, 64))
+        loaded = open_model(lab, session, CONFIGS[model], partial(Generations.pages, page_size, share), page_size, kv_dtype)
+        yield Engine(loaded, Numbers(), config or EngineConfig(8, 64))
 
 
 def params(count: int = 10, **fields: Any) -> SamplingParams:
