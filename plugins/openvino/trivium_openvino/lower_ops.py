@@ -13,6 +13,7 @@ from openvino import opset15 as ops
 from trivium.ops import Call, Value
 from trivium.plugin import Kernel
 from trivium_openvino.lowering import Lowering
+from trivium_openvino.weights import join
 
 
 def _f32(x: Any) -> Any:
@@ -23,6 +24,10 @@ def _ints(*x: int) -> Any:
     return ops.constant(np.array(x, np.int64))
 
 
+def _int(x: int) -> Any:
+    return ops.constant(np.int64(x))
+
+
 def _embedding(low: Lowering, call: Call) -> None:
     ids, weight = call.args
     y = ops.gather(low.node(weight), low.node(ids), _ints(0))
@@ -31,9 +36,21 @@ def _embedding(low: Lowering, call: Call) -> None:
 
 
 def _linear(low: Lowering, call: Call) -> None:
+    """Projections of one value whose weights are held alike are one product, cut up afterwards: the value is read and quantised
+    once, and a step of few rows is ruled by the number of kernels."""
+    calls = low.siblings(call)
+    if call is not calls[0]:
+        return
     x, weight, bias = call.args
-    y = ops.matmul(low.node(x), low.node(weight), False, True)
-    low.set(call.results[0], y if bias is None else ops.add(y, low.node(bias)))
+    whole = weight if len(calls) == 1 else None
+    node = low.node(whole) if whole else join([low.weights[c.args[1]] for c in calls if c.args[1]]).node(low.fix)
+    y = ops.matmul(low.node(x), node, False, True)
+    if bias is not None:
+        y = ops.add(y, low.node(bias) if whole else _f32(np.concatenate([low.array(c.args[2]) for c in calls])))
+    widths = [int(c.results[0].shape[-1]) for c in calls]
+    parts = [y] if whole else ops.variadic_split(y, _int(-1), _ints(*widths)).outputs()
+    for c, part in zip(calls, parts, strict=True):
+        low.set(c.results[0], part)
 
 
 def _binary(make: Callable[[Any, Any], Any]) -> Callable[[Lowering, Call], None]:

@@ -62,6 +62,7 @@ class Lowering:
         self.weights = {c.value: weights[c.value.name] for c in program.constants}
         self.parts: list[Part | Call] = []
         self.state_of = _state_indices(program)
+        self._siblings = _siblings(program, self.weights)
 
     def run(self, choices: Sequence[Choice]) -> list[Part | Call]:
         """Every part, in order: models and calls that run on the host."""
@@ -105,6 +106,10 @@ class Lowering:
         assert value is not None
         return self.weights[value].numbers()
 
+    def siblings(self, call: Call) -> list[Call]:
+        """The projections that are one product with this one, itself among them, in order."""
+        return self._siblings.get(call, [call])
+
     def feed(self, key: Any, shape: Sequence[int], make: Make, dtype: Any = np.int32) -> Any:
         """An input that is made of each step's batch; one for equal keys."""
         feeds = self.part.feeds
@@ -127,6 +132,15 @@ class Lowering:
         for part in self.parts:
             if isinstance(part, Part):
                 part.given = [v for v in part.env if v in wanted and v.kind == "call" and v not in part.taken]
+
+
+def _siblings(program: Program, weights: Mapping[Value, Resident]) -> dict[Call, list[Call]]:
+    """Projections of the same value with weights that can be joined, and either all with a bias or all without."""
+    found: dict[Any, list[Call]] = {}
+    for call in program.calls:
+        if call.name == "linear" and (kind := weights[call.args[1]].kind if call.args[1] in weights else None):
+            found.setdefault((call.args[0], call.args[2] is None, kind), []).append(call)
+    return {call: calls for calls in found.values() for call in calls}
 
 
 def _state_indices(program: Program) -> dict[Value, int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +41,14 @@ class Resident:
         whole, scale = self.packed.whole.size * self.packed.bits // 8, self.packed.scale.nbytes
         return whole + (scale if self.packed.minimum is None else 2 * scale)
 
+    @property
+    def kind(self) -> Any:
+        """Equal for weights that join() can put together; None for those that it can't."""
+        if self.changes or len(self.shape) != 2:
+            return None
+        packed = self.packed
+        return self.format, self.shape[1], packed and (packed.bits, packed.whole.shape[1:], packed.minimum is None)
+
     def numbers(self) -> F32:
         """The plain numbers in the checkpoint's shape."""
         if self.packed is not None:
@@ -59,6 +67,16 @@ class Resident:
             return ops.constant(self.array, shared_memory=self.array.size > 0)
         tensor = ov.Tensor(self.array, list(self.shape), _TYPES[self.format])
         return ops.convert(Constant(tensor, shared_memory=True), np.float32)
+
+
+def join(parts: Sequence[Resident]) -> Resident:
+    """Matrices of one kind, one below the other."""
+    shape = (sum(p.shape[0] for p in parts), parts[0].shape[1])
+    if parts[0].packed is None:
+        return Resident(shape, parts[0].format, np.concatenate([p.array for p in parts if p.array is not None]))
+    columns = zip(*(p.packed[1:] for p in parts if p.packed is not None), strict=True)
+    whole, scale, minimum = (None if c[0] is None else np.concatenate(c) for c in columns)
+    return Resident(shape, parts[0].format, packed=Packed(parts[0].packed.bits, whole, scale, minimum))
 
 
 def load(weight: Weight, format: str) -> Resident:
