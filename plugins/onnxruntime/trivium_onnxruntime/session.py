@@ -32,6 +32,7 @@ class OnnxSession(Session):
         self._spec = KVSpec(16, "float32", ())
         self._pool: Pool | None = None
         self._executables: list[OnnxExecutable] = []
+        self._values: list[Mapping[str, Any]] = []
 
     def put(self, array: npt.NDArray[Any]) -> Tensor:
         return np.array(array, np.float32 if np.issubdtype(array.dtype, np.floating) else array.dtype)
@@ -88,9 +89,8 @@ class OnnxSession(Session):
         settings.add_session_config_entry("session.intra_op.allow_spinning", str(int(self._options.get("spinning", True))))
         values = {name: onnxruntime.OrtValue.ortvalue_from_numpy(array) for name, array in weights.items()}
         settings.add_external_initializers(list(values), list(values.values()))
-        made = onnxruntime.InferenceSession(model, settings, providers=["CPUExecutionProvider"])
-        self._loaded["values", id(made)] = Resident((), "none"), values  # type: ignore[assignment]
-        return made
+        self._values.append(values)  # which keep the memory that the model reads
+        return onnxruntime.InferenceSession(model, settings, providers=["CPUExecutionProvider"])
 
     def export_pages(self, group: int, ids: Sequence[int]) -> Pages:
         return self._pages().export(group, ids)
@@ -108,4 +108,5 @@ class OnnxSession(Session):
     def close(self) -> None:
         self._pool = None
         self._executables.clear()
+        self._values.clear()
         self._loaded.clear()
