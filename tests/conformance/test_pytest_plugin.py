@@ -7,7 +7,8 @@ import subprocess
 import sys
 
 from trivium.conformance import Report, Row
-from trivium.conformance.matrix import render
+from trivium.conformance.matrix import judge, main, render
+from trivium.errors import PluginError
 
 # The plugin by its module: an installed trivium would offer it a second time, under its entry point's name.
 ENVIRONMENT = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
@@ -23,6 +24,13 @@ def test_each_check_is_a_test(tmp_path):
     assert "reference:models" not in done.stdout
 
 
+def test_a_word_of_k_chooses_rows_and_serving_is_among_them(tmp_path):
+    command = [*PYTEST, "--trivium-backend=reference", "-k", "cancelled", "-v", "--rootdir", str(tmp_path), str(tmp_path)]
+    done = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "reference:serving:cancelled while prefilling PASSED" in done.stdout and "2 passed" in done.stdout
+
+
 def test_an_unknown_backend_stops_the_run(tmp_path):
     command = [*PYTEST, "--trivium-backend=refrence", str(tmp_path)]
     done = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, check=False)
@@ -35,6 +43,19 @@ def test_the_matrix_has_a_column_for_each_backend():
     page = render([one, two])
     assert "| operators | one | two |\n| --- | --- | --- |\n| add | yes | - |\n| mul | on the host | - |" in page
     assert "| p | FAILS | - |" in page
+
+
+def test_the_matrix_says_why_a_backend_was_not_judged(monkeypatch, tmp_path):
+    def fails(name):
+        if name == "broken":
+            raise PluginError("capabilities() says page_sizes = (): it must list something")
+        return Report(name, "d", (Row("operators", "add", "passed"),))
+
+    monkeypatch.setattr("trivium.conformance.matrix.run_conformance", fails)
+    page = render([judge("right"), judge("broken")])
+    assert "broken was not judged: capabilities() says page_sizes" in page and "| operators | right |" in page
+    assert main(["right", "broken", "-o", str(tmp_path / "m.md")]) == 1
+    assert main(["right", "-o", str(tmp_path / "m.md")]) == 0
 
 
 def test_the_plugin_costs_other_test_runs_next_to_nothing():

@@ -20,7 +20,7 @@ from trivium.ops import (
     Batch, Group, KVSpec, LatentKV, PagedState, Program, RecurrentState, Sampled, SampleInputs, Weight, interpret,
 )  # fmt: skip
 from trivium.ops.sample import plain_inputs
-from trivium.plugin import Backend, Capabilities, Device, HostFallbackWarning, Kernel, Pages, Session, resolve
+from trivium.plugin import Backend, Capabilities, Device, Executable, HostFallbackWarning, Kernel, Pages, Session, resolve
 
 
 class Outcome(NamedTuple):
@@ -131,6 +131,13 @@ def reference_lab(lab: Lab) -> Lab:
 def as_weight(name: str, array: Array) -> Weight:
     """A float32 array as a checkpoint tensor."""
     return Weight(name, array.shape, "float32", np.ascontiguousarray(array, np.float32), lambda data: data)
+
+
+def prepare(lab: Lab, session: Session, example: Example, program: Program) -> tuple[Executable, list[list[int]]]:
+    """A compiled Program with the Example's weights and pages, in float32; and the pages of each state."""
+    loaded, _ = _load(session, example, {})
+    ids = _fill(session, _spec(program, lab.page_size, lab.capabilities.kv_dtypes[0]), example.states)
+    return session.compile(program, loaded), ids
 
 
 def _load(session: Session, example: Example, weights: Mapping[str, tuple[Weight, str]]) -> tuple[dict[str, Any], dict[str, Array]]:

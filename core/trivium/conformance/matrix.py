@@ -9,6 +9,7 @@ from pathlib import Path
 
 from trivium.conformance.kit import AREAS, run_conformance
 from trivium.conformance.report import Report, Row
+from trivium.errors import TriviumError
 from trivium.plugin import find_backends
 
 MARKS = {"passed": "yes", "fallback": "on the host", "failed": "FAILS", "skipped": "-", "unavailable": "not here"}
@@ -34,7 +35,17 @@ def _mark(row: Row | None) -> str:
 
 def render(reports: Sequence[Report]) -> str:
     """The whole page. Nothing in it depends on the time or the machine's speed."""
-    return "\n".join([_HEAD, *(f"## {area.capitalize()}\n\n{table(reports, area)}\n" for area in AREAS)])
+    lost = [f"{r.backend} was not judged: {row.detail}\n" for r in reports for row in r.rows if row.area == "device"]
+    judged = [r for r in reports if any(row.area != "device" for row in r.rows)]
+    return "\n".join([_HEAD, *lost, *(f"## {area.capitalize()}\n\n{table(judged, area)}\n" for area in AREAS)])
+
+
+def judge(name: str) -> Report:
+    """A backend's report; one that can't be judged at all has one row, which says why."""
+    try:
+        return run_conformance(name)
+    except TriviumError as e:
+        return Report(name, "none", (Row("device", name, "failed", str(e)),))
 
 
 def main(argv: Iterable[str]) -> int:
@@ -44,7 +55,7 @@ def main(argv: Iterable[str]) -> int:
     parser.add_argument("-o", "--output", type=Path, help="file to write (default: standard output)")
     args = parser.parse_args(list(argv))
     names = args.backends or [status.name for status in find_backends() if status.devices]
-    reports = [run_conformance(name) for name in names]
+    reports = [judge(name) for name in names]
     page = render(reports)
     if args.output is None:
         print(page, end="")
