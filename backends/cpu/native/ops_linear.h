@@ -35,7 +35,7 @@ private:
   static constexpr int64_t kOwnRows = 2;
   static constexpr int64_t kRowsAtATime = 3 * linear::kRowBlock;
   static constexpr int64_t kTilesAtATime = 8;
-  static constexpr int64_t kBandRows = 64;              // a thread, at least
+  static constexpr int64_t kBandRows = 24;              // a thread, at least
   static constexpr int64_t kBandNumbers = 320 << 10;    // of a band's rows, about; quantised they take twice as many bytes
   static constexpr int64_t kPieces = 4;     // a thread, at least
   static constexpr int64_t kAhead = 2048;   // bytes
