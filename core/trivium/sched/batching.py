@@ -35,9 +35,10 @@ def sampled_rows(entry: Entry) -> RowMap:
 def make_batch(entries: Seq[Entry], rows: Seq[RowMap], kv: KVCache, sampling: SampleInputs) -> Batch:
     """The arrays of a step whose pages are reserved. Loops over sequences, and makes one array of all that is int32: numpy's own
     operations on a handful of numbers would cost more than they do."""
-    parts = tokens, positions, starts, ends, wanted, pool_rows = [list[int]() for _ in range(6)]
-    starts.append(0)
-    spans, blocks = list[tuple[int, int, int]](), 1
+    parts: list[list[int]] = [[], [], [0], [], [], []]
+    tokens, positions, starts, ends, wanted, pool_rows = parts
+    spans: list[tuple[int, int, int]] = []
+    blocks = 1
     for (seq, start, count, _, draft, _), (first, scores, sample, pooled) in zip(entries, rows):
         known, offset = start + count, len(tokens) - start
         tokens.extend(seq.tokens(start, known))
@@ -53,9 +54,11 @@ def make_batch(entries: Seq[Entry], rows: Seq[RowMap], kv: KVCache, sampling: Sa
         ends.append(end)
         spans.append((seq.row, start, end))
         blocks = max(blocks, seq.blocks)
-    whole, made, at = array("i", sum(parts, list[int]())), list[I32](), 0
+    numbers = array("i", [number for part in parts for number in part])
+    whole: I32 = np.ndarray((len(numbers),), np.int32, numbers)
+    made, at = [], 0
     for part in parts:
-        made.append(np.ndarray((len(part),), np.int32, whole, at))
-        at += 4 * len(part)
+        made.append(whole[at : at + len(part)])
+        at += len(part)
     tables = kv.block_tables([row for row, _, _ in spans], blocks)
     return Batch(made[0], made[1], made[2], made[3], tables, kv.slots(spans), made[4], sampling, made[5])

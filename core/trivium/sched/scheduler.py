@@ -242,7 +242,8 @@ class _Planner:
         self.rows = scheduler.max_seqs - len(self.alive)
         self.seats = self.rows
         self.promised = 0
-        self.slots, self.adapters = scheduler.max_adapters, set[Any]()
+        self.slots = scheduler.max_adapters
+        self.adapters: set[Any] = set()
         self.open = True
         self.draft = StepPlan()
 
