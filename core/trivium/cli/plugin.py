@@ -12,7 +12,7 @@ from importlib.resources.abc import Traversable
 from pathlib import Path
 
 from trivium.cli.parser import Parser, add_json
-from trivium.cli.show import backends
+from trivium.cli.plugins_list import add_list, list_plugins
 from trivium.errors import InvalidRequestError, TriviumError
 
 NAME = re.compile("[a-z][a-z0-9]*([-_][a-z0-9]+)*")
@@ -33,13 +33,13 @@ def add_plugin(parser: argparse.ArgumentParser) -> None:
     new.add_argument("--from", dest="kind", choices=kinds, default="numpy", help="what it starts from (default: numpy)")
     new.add_argument("--path", type=Path, default=Path(), metavar="DIR", help="where the folder NAME is made (default: here)")
     add_json(new)
-    add_json(commands.add_parser("list", help="the same as `trivium backends`"))
+    add_list(commands.add_parser("list", help="what plugins offer, of every kind, importing none of them"))
 
 
 def plugin(args: argparse.Namespace) -> int:
     """Writes a plugin, or lists those that are installed."""
     if args.action == "list":
-        return backends(args)
+        return list_plugins(args)
     folder = write(args.name, args.kind, args.path)
     path = str(folder) if folder.is_absolute() else f"./{folder}"
     made = NEXT.format(folder=folder, path=path, name=args.name)
