@@ -141,7 +141,7 @@ class CallGraph:
                 self.readers[value].remove(call)
         self._read(fused)
         self.maker.update((v, fused) for v in fused.results)
-        self.position.update((c, i) for i, c in enumerate(self.calls[start:], start))
+        self.position.update(zip(self.calls[start:], range(start, len(self.calls))))
 
 
 def find(graph: PatternGraph, program: CallGraph, anchor: Call, match: Match | None = None) -> Iterator[Match]:

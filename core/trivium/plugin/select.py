@@ -24,16 +24,11 @@ def kernel_name(kernel: Kernel) -> str:
     return kernel.name or (kernel.op.name if isinstance(kernel.op, Pattern) else kernel.op)
 
 
-def _computes(kernel: Kernel, call: Call) -> bool:
-    if isinstance(kernel.op, Pattern):
-        return kernel.op is call.op
-    return kernel.op == call.op.name and not isinstance(call.op, Pattern)
-
-
 def choose(call: Call, kernels: Sequence[Kernel]) -> Choice:
     """The highest-priority kernel that supports the call (the first registered among equals)."""
     able, refused = [], []
-    for kernel in sorted((k for k in kernels if _computes(k, call)), key=lambda k: -k.priority):
+    wanted = call.op if isinstance(call.op, Pattern) else call.op.name
+    for kernel in sorted((k for k in kernels if k.op == wanted), key=lambda k: -k.priority):
         what = f"kernel {kernel_name(kernel)!r} of {getattr(kernel.supports, '__module__', 'a plugin')}: supports()"
         with blame(what):
             reason = expect(str | None, kernel.supports(call), what)
