@@ -59,9 +59,9 @@ class Faults:
     def add(self, reason: object, pages: int = 1) -> None:
         import logging
 
-        log = logging.getLogger(__name__)
-        level, self.count = logging.DEBUG if self.count else logging.WARNING, self.count + pages
-        log.log(level, "pages of the KV cache are passed over, what they hold is computed again (told once): %s", reason)
+        log, known, self.count = logging.getLogger(__name__), self.count, self.count + pages
+        what = "pages of the KV cache are passed over, what they hold is computed again (told once): %s"
+        log.log(logging.DEBUG if known else logging.WARNING, what, reason)
 
 
 class Rate:

@@ -26,11 +26,7 @@ class Recorder(ABC):
 
     def __init__(self, operators: Mapping[str, Operator]) -> None:
         self._operators = operators
-        self._calls: list[Call] = []
-
-    def recorded(self) -> tuple[Call, ...]:
-        """The calls so far."""
-        return tuple(self._calls)
+        self.calls: list[Call] = []
 
     def call(self, name: str, *args: Value | None, **attrs: Any) -> Any:
         """Appends a call of operator `name`; raises ProgramError if arguments, attributes or dimensions don't fit."""
@@ -39,7 +35,7 @@ class Recorder(ABC):
             raise ProgramError(f"no operator is called {name!r} in this operator set")
         bound, attrs = self._bind_args(op, args), bind_attrs(op, attrs)
         results = self._results(op, bound, attrs)
-        self._calls.append(Call(op, bound, attrs, results))
+        self.calls.append(Call(op, bound, attrs, results))
         return results[0] if len(results) == 1 else results
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
@@ -110,7 +106,7 @@ class Builder(Recorder):
         """The finished Program."""
         return Program(
             tuple(self._inputs.values()), tuple(self._constants.values()), tuple(self._states),
-            tuple(self._calls), dict(outputs), vocab_size,
+            tuple(self.calls), dict(outputs), vocab_size,
         )  # fmt: skip
 
     def _results(self, op: Operator, args: Sequence[Value | None], attrs: Mapping[str, Any]) -> tuple[Value, ...]:

@@ -41,7 +41,7 @@ class _Tracer(Recorder):
     """What a pattern's function gets in place of a Builder: its calls have no shapes."""
 
     def _results(self, op: Operator, args: Sequence[Value | None], attrs: Mapping[str, Any]) -> tuple[Value, ...]:
-        made = [(f"{r.name}{len(self._calls)}", r) for r in op.signature.results]
+        made = [(f"{r.name}{len(self.calls)}", r) for r in op.signature.results]
         return tuple(Value(name, (), r.dtype, "state" if r.is_state else "call") for name, r in made)
 
 
@@ -52,7 +52,7 @@ def trace(pattern: Pattern) -> PatternGraph:
     params = tuple(Value(name, (), "", "param") for name in list(declared)[1:] if name not in attrs)
     tracer = _Tracer(OPERATORS)
     returned = pattern.fn(tracer, *params, **{name: Captured(name) for name in attrs})
-    calls, outputs = tracer.recorded(), returned if isinstance(returned, tuple) else (returned,)
+    calls, outputs = tuple(tracer.calls), returned if isinstance(returned, tuple) else (returned,)
     read = {v for c in calls for v in c.args}
     captured = {v.name for c in calls for v in c.attrs.values() if isinstance(v, Captured)}
     if unused := [p.name for p in params if p not in read] + [name for name in attrs if name not in captured]:

@@ -187,21 +187,19 @@ class SamplingParams:
         if self.allowed_token_ids is not None and clean["allowed_token_ids"] is None:
             raise _refuse("allowed_token_ids", "None or a list of at least one token id", self.allowed_token_ids)
         clean["structured_outputs"] = None if self.structured_outputs is None else StructuredOutputs.of(self.structured_outputs)
-        for name in _FLAGS:
-            if not isinstance(getattr(self, name), bool):
-                raise _refuse(name, "True or False", getattr(self, name))
         for name, value in clean.items():
             object.__setattr__(self, name, value)
-        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise _refuse("min_tokens", f"at most max_tokens ({self.max_tokens})", self.min_tokens)
-        if self.best_of is not None and self.best_of < self.n:
-            raise _refuse("best_of", f"at least n ({self.n})", self.best_of)
-        if len(self.dry_sequence_breakers) > _MOST_BREAKERS:
-            raise _refuse("dry_sequence_breakers", f"at most {_MOST_BREAKERS} strings", len(self.dry_sequence_breakers))
-        if self.truncate_prompt_tokens == 0:
-            raise _refuse("truncate_prompt_tokens", "-1 or at least 1", 0)
-        if not (isinstance(self.early_stopping, bool) or self.early_stopping == "never"):
-            raise _refuse("early_stopping", 'True, False or "never"', self.early_stopping)
+        most = self.max_tokens
+        for name, fine, want in (
+            *((name, isinstance(getattr(self, name), bool), "True or False") for name in _FLAGS),
+            ("min_tokens", most is None or self.min_tokens <= most, f"at most max_tokens ({most})"),
+            ("best_of", self.best_of is None or self.best_of >= self.n, f"at least n ({self.n})"),
+            ("dry_sequence_breakers", len(self.dry_sequence_breakers) <= _MOST_BREAKERS, f"at most {_MOST_BREAKERS} strings"),
+            ("truncate_prompt_tokens", self.truncate_prompt_tokens != 0, "-1 or at least 1"),
+            ("early_stopping", isinstance(self.early_stopping, bool) or self.early_stopping == "never", 'True, False or "never"'),
+        ):
+            if not fine:
+                raise _refuse(name, want, getattr(self, name))
         if self.beam_width is not None:
             self._check_beams(self.beam_width)
 

@@ -75,8 +75,7 @@ class Vocabulary:
                 raise CheckpointError(f"the file's tokenizer says {key} is token {token_id}, but has {count} tokens")
         self.ends = {self.ids[key] for key in _ENDS if key in self.ids}
         named, special = set(self.ids.values()), (_CONTROL, _UNKNOWN)
-        kinds = {_CONTROL, _UNKNOWN, _USER_DEFINED}
-        marked = sorted({*itertools.compress(range(count), map(kinds.__contains__, self.types)), *named})
+        marked = [i for i, kind in enumerate(self.types) if kind in (_CONTROL, _UNKNOWN, _USER_DEFINED) or i in named]
         texts = [(i, self.tokens[i]) for i in marked if self.tokens[i].strip(" ")]
         self.prefix = self.model == "llama" and found.get("add_space_prefix") is not False
         if self.model != "gpt2":
@@ -98,8 +97,7 @@ class Vocabulary:
         listed = self.found.get("merges", ())
         parts = " ".join(listed).split(" ") if listed else []
         needed = itertools.chain({*parts}, map(add, parts[::2], parts[1::2]))
-        blanks = {*map(str.count, listed, itertools.repeat(" "))}
-        if blanks <= {1} and all(parts) and all(map(self.vocab.__contains__, needed)):
+        if {*map(str.count, listed, itertools.repeat(" "))} <= {1} and all(parts) and all(map(self.vocab.__contains__, needed)):
             return
         for i, merge in enumerate(listed):
             if merge.count(" ") != 1 or not self.vocab.keys() >= {*merge.split(" "), merge.replace(" ", "")}:
