@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -92,9 +93,8 @@ class Lowering:
         self._barriers = Barriers()
         self._storage: dict[Value, Storage] = {}
         self._state_of = _state_indices(program)
-        self._readers = {v: len(calls) for v, calls in program.consumers().items()}
-        for value in program.outputs.values():
-            self._readers[value] = self._readers.get(value, 0) + 1
+        read = (value for call in program.calls for value in call.args if value is not None)
+        self._readers = Counter([*read, *program.outputs.values()])
 
     def run(self, choices: Sequence[Choice]) -> None:
         """Lowers every call."""

@@ -28,10 +28,8 @@ GEMMA3_DEFAULTS: RawConfig = {
 
 def build_gemma2(info: ModelInfo, max_model_len: int | None) -> Program:
     """The Program of a Gemma 2 model."""
-    softcap = cap_of(info, "attn_logit_softcapping")
-    d = gemma_decoder(info, max_model_len)
-    rotate = d.rotation()
-    return gemma_layers(d, info.windows(lambda layer: layer % 2 == 0), (rotate, rotate), softcap=softcap)
+    d, softcap = gemma_decoder(info, max_model_len), cap_of(info, "attn_logit_softcapping")
+    return gemma_layers(d, info.windows(lambda layer: layer % 2 == 0), (d.rotation(),) * 2, softcap=softcap)
 
 
 def build_gemma3(info: ModelInfo, max_model_len: int | None) -> Program:

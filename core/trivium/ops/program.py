@@ -120,15 +120,6 @@ class Program:
     outputs: Mapping[str, Value]
     vocab_size: int = 0
 
-    def consumers(self) -> Mapping[Value, list[Call]]:
-        """Which calls read each value."""
-        readers: dict[Value, list[Call]] = {}
-        for call in self.calls:
-            for value in call.args:
-                if value is not None:
-                    readers.setdefault(value, []).append(call)
-        return readers
-
     def only(self, *names: str) -> Program:
         """The Program with these of its outputs, and nothing that none of them needs. States all stay."""
         outputs = {name: self.outputs[name] for name in names}

@@ -52,7 +52,11 @@ class StructuredOutputs:
             object.__setattr__(self, "choice", _choices(self.choice))
         if self.json is not None:
             object.__setattr__(self, "json", _dumped(_schema(self.json)))
-        self._check_text()
+        text = self.spec[1]
+        if not text or len(text) > MAX_LENGTH:
+            raise _refuse(f"the text must have 1 to {MAX_LENGTH} characters", f"{len(text)}")
+        if any("\ud800" <= char <= "\udfff" for char in text):
+            raise _refuse("the text must be valid Unicode", ascii(text))
 
     @classmethod
     def of(cls, value: StructuredOutputs | Mapping[str, Any]) -> StructuredOutputs:
@@ -76,13 +80,6 @@ class StructuredOutputs:
         if schema is not False and blanks != {"whitespace_pattern": None}:
             schema = {**({} if schema is True else schema), "x-guidance": blanks}
         return "json", _dumped(schema)
-
-    def _check_text(self) -> None:
-        text = self.spec[1]
-        if not text or len(text) > MAX_LENGTH:
-            raise _refuse(f"the text must have 1 to {MAX_LENGTH} characters", f"{len(text)}")
-        if any("\ud800" <= char <= "\udfff" for char in text):
-            raise _refuse("the text must be valid Unicode", ascii(text))
 
 
 def _choices(value: Any) -> tuple[str, ...]:
