@@ -139,7 +139,8 @@ class TorchSession(Session):
         try:
             for slot, state in _geometries(spec):
                 self._layers[slot, state] = Layer(state, spec.page_size, spec.dtype, pages, self.allocate)
-        except (torch.OutOfMemoryError, MemoryError) as e:
+        except (RuntimeError, MemoryError) as e:  # torch's own refusal is a RuntimeError
+            self._layers.clear()
             raise CapacityError(message) from e
         placed = (spec.group_of(i) for i in range(sum(len(g.states) for g in spec.groups)))
         self._places = tuple((group, self._layer(group, slot)) for group, slot in placed)
