@@ -16,6 +16,7 @@ from trivium.plugin import Executable, Step, run_on_host
 from trivium_openvino.lowering import Array, Feed, Fixed, Lowering, Part
 
 SAMPLE = OPERATORS["sample"]
+_FIELDS = tuple(f.name for f in dataclasses.fields(SampleInputs))
 
 
 class Input(NamedTuple):
@@ -182,8 +183,8 @@ def _tensor(array: Array) -> ov.Tensor:
 
 def _copied(sampling: SampleInputs) -> SampleInputs:
     """Its arrays are the core's again when run() has returned."""
-    parts = {f.name: getattr(sampling, f.name) for f in dataclasses.fields(sampling)}
-    return SampleInputs(**{k: v.copy() if isinstance(v, np.ndarray) else v for k, v in parts.items()})
+    parts = (getattr(sampling, name) for name in _FIELDS)
+    return SampleInputs(*(v.copy() if isinstance(v, np.ndarray) else v for v in parts))
 
 
 def _check(port: Any, fixed: Fixed) -> None:

@@ -7,6 +7,7 @@ the model holds the minimum as the zero point -minimum / scale in float32, which
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -43,19 +44,36 @@ _GROUPS: Mapping[str, tuple[int, int]] = {
 
 
 class Packed(NamedTuple):
-    """x = whole * scale (+ minimum): whole int8[rows, groups, size] (uint8 with a minimum), scale and minimum float32[rows,
-    groups, 1]; `bits` 4 or 8."""
+    """x = whole * scale (+ minimum), a scale and a minimum for each group: float32[rows, groups, 1]. dims: rows, groups, numbers of
+    a group. raw: the whole numbers as they come, 8 bits each (signed) or 4 (two a byte, the first in the low half; signed, or
+    unsigned if there is a minimum)."""
 
     bits: int
-    whole: npt.NDArray[Any]
+    dims: tuple[int, int, int]
+    raw: npt.NDArray[np.uint8]
     scale: F32
     minimum: F32 | None = None
 
     def numbers(self) -> F32:
         """float32[rows, columns], each product and each sum rounded by itself, as the storage formats are defined."""
-        x = self.whole.astype(np.float32) * self.scale
+        x = self._whole().reshape(self.dims).astype(np.float32) * self.scale
         x = x if self.minimum is None else x + self.minimum
         return np.asarray(x.reshape(len(x), -1), np.float32)
+
+    def _whole(self) -> npt.NDArray[Any]:
+        if self.bits == 8:
+            return self.raw.view(np.int8)
+        halves = np.stack([self.raw & 15, self.raw >> 4], axis=-1).reshape(-1)[: math.prod(self.dims)]
+        return halves if self.minimum is not None else (halves ^ 8).view(np.int8) - np.int8(8)
+
+
+def packed(bits: int, whole: npt.NDArray[Any], scale: F32, minimum: F32 | None = None) -> Packed:
+    """Of whole[rows, groups, numbers of a group]."""
+    raw = np.ascontiguousarray(whole).view(np.uint8).reshape(-1)
+    if bits == 4:
+        even = np.append(raw, np.uint8(0)) if len(raw) % 2 else raw
+        raw = even[0::2] & 15 | even[1::2] << 4
+    return Packed(bits, whole.shape, raw, scale, minimum)
 
 
 def is_packed(format: str) -> bool:
@@ -69,9 +87,9 @@ def pack(weight: Weight, format: str) -> Packed:
     bits, size = _GROUPS[format]
     if weight.format in resident.lossless_from:
         whole, scale, minimum = _BLOCKS[weight.format](np.ascontiguousarray(weight.data))
-        rows = int(np.prod(weight.shape[:-1]))
+        rows = math.prod(weight.shape[:-1])
         parts = (a if a is None else a.reshape(rows, -1, a.shape[-1]) for a in (whole, scale, minimum))
-        return Packed(bits, *parts)  # type: ignore[arg-type]
+        return packed(bits, *parts)  # type: ignore[arg-type]
     x = np.ascontiguousarray(weight.decode()).reshape(-1, weight.shape[-1])
     size = size if size and x.shape[1] % size == 0 else x.shape[1]
     grouped = x.reshape(len(x), -1, size)
@@ -88,14 +106,14 @@ def _round(x: F32, bits: int) -> Packed:
     scale = scale.astype(np.float16).astype(np.float32)
     limits = (-8, 7) if bits == 4 else (-127, 127)
     whole = np.clip(np.rint(x / np.where(scale == 0, np.float32(np.inf), scale)), *limits).astype(np.int8)
-    return Packed(bits, whole, np.asarray(scale, np.float32))
+    return packed(bits, whole, np.asarray(scale, np.float32))
 
 
 def _round_from_minimum(x: F32) -> Packed:
     low, high = x.min(axis=-1, keepdims=True), x.max(axis=-1, keepdims=True)
     scale, low = (a.astype(np.float16).astype(np.float32) for a in ((high - low) / np.float32(15), low))
     whole = np.clip(np.rint((x - low) / np.where(scale == 0, np.float32(np.inf), scale)), 0, 15).astype(np.uint8)
-    return Packed(4, whole, scale, low)
+    return packed(4, whole, scale, low)
 
 
 Parts = tuple[npt.NDArray[Any], F32, F32 | None]

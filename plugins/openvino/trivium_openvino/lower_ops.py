@@ -13,7 +13,6 @@ from openvino import opset15 as ops
 from trivium.ops import Call, Value
 from trivium.plugin import Kernel
 from trivium_openvino.lowering import Lowering
-from trivium_openvino.weights import join
 
 
 def _f32(x: Any) -> Any:
@@ -42,8 +41,8 @@ def _linear(low: Lowering, call: Call) -> None:
     if call is not calls[0]:
         return
     x, weight, bias = call.args
-    whole = weight if len(calls) == 1 else None
-    node = low.node(whole) if whole else join([low.weights[c.args[1]] for c in calls if c.args[1]]).node(low.fix)
+    whole = len(calls) == 1
+    node = low.node(weight) if whole else low.joined(calls)
     y = ops.matmul(low.node(x), node, False, True)
     if bias is not None:
         y = ops.add(y, low.node(bias) if whole else _f32(np.concatenate([low.array(c.args[2]) for c in calls])))

@@ -13,7 +13,7 @@ from openvino import opset15 as ops
 
 from trivium.ops import Batch, Call, KVSpec, Program, Value
 from trivium.plugin import Choice
-from trivium_openvino.weights import Resident
+from trivium_openvino.weights import Resident, join
 
 Array = npt.NDArray[Any]
 Make = Callable[[Batch], Array]
@@ -61,6 +61,7 @@ class Lowering:
         self.program, self.spec, self.pool = program, spec, pool
         self.weights = {c.value: weights[c.value.name] for c in program.constants}
         self.parts: list[Part | Call] = []
+        self.kept: list[Resident] = []
         self.state_of = _state_indices(program)
         self._siblings = _siblings(program, self.weights)
 
@@ -109,6 +110,11 @@ class Lowering:
     def siblings(self, call: Call) -> list[Call]:
         """The projections that are one product with this one, itself among them, in order."""
         return self._siblings.get(call, [call])
+
+    def joined(self, calls: Sequence[Call]) -> Any:
+        """The weights of several projections, one below the other. The graph reads them where they are, so they are kept."""
+        self.kept.append(join([self.weights[c.args[1]] for c in calls if c.args[1] is not None]))
+        return self.kept[-1].node(self.fix)
 
     def feed(self, key: Any, shape: Sequence[int], make: Make, dtype: Any = np.int32) -> Any:
         """An input that is made of each step's batch; one for equal keys."""

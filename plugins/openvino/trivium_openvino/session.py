@@ -88,6 +88,7 @@ class OvSession(Session):
         announce_fallbacks("openvino", missing, strict=bool(self._options.get("strict")))
         low = Lowering(program, weights, self._spec, self._arrays)
         low.run(choices)
+        self._weight_bytes += sum(resident.nbytes for resident in low.kept)
         return OvExecutable(self, low)
 
     def compiled(self, model: ov.Model) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -38,16 +39,18 @@ class Resident:
         if self.packed is None:
             assert self.array is not None
             return int(self.array.nbytes)
-        whole, scale = self.packed.whole.size * self.packed.bits // 8, self.packed.scale.nbytes
-        return whole + (scale if self.packed.minimum is None else 2 * scale)
+        scales = self.packed.scale.nbytes
+        return int(self.packed.raw.nbytes) + (scales if self.packed.minimum is None else 2 * scales)
 
     @property
     def kind(self) -> Any:
         """Equal for weights that join() can put together; None for those that it can't."""
         if self.changes or len(self.shape) != 2:
             return None
-        packed = self.packed
-        return self.format, self.shape[1], packed and (packed.bits, packed.whole.shape[1:], packed.minimum is None)
+        if (packed := self.packed) is None:
+            return self.format, self.shape[1]
+        in_bytes = math.prod(packed.dims) * packed.bits % 8 == 0
+        return (self.format, packed.dims[1:], packed.bits, packed.minimum is None) if in_bytes else None
 
     def numbers(self) -> F32:
         """The plain numbers in the checkpoint's shape."""
@@ -74,9 +77,11 @@ def join(parts: Sequence[Resident]) -> Resident:
     shape = (sum(p.shape[0] for p in parts), parts[0].shape[1])
     if parts[0].packed is None:
         return Resident(shape, parts[0].format, np.concatenate([p.array for p in parts if p.array is not None]))
-    columns = zip(*(p.packed[1:] for p in parts if p.packed is not None), strict=True)
-    whole, scale, minimum = (None if c[0] is None else np.concatenate(c) for c in columns)
-    return Resident(shape, parts[0].format, packed=Packed(parts[0].packed.bits, whole, scale, minimum))
+    whole = [p.packed for p in parts if p.packed is not None]
+    columns = ([p.raw for p in whole], [p.scale for p in whole], [p.minimum for p in whole])
+    raw, scale, minimum = (None if c[0] is None else np.concatenate(c) for c in columns)  # type: ignore[arg-type]
+    first = whole[0]
+    return Resident(shape, parts[0].format, packed=Packed(first.bits, (shape[0], *first.dims[1:]), raw, scale, minimum))  # type: ignore[arg-type]
 
 
 def load(weight: Weight, format: str) -> Resident:
@@ -93,14 +98,8 @@ def load(weight: Weight, format: str) -> Resident:
 
 def _unpacked(packed: Packed, shape: tuple[int, ...]) -> Any:
     """Constant -> Convert [-> Subtract] -> Multiply -> Reshape: what OpenVINO keeps as integers up to its matrix kernels."""
-    whole, dims = packed.whole, list(packed.whole.shape)
-    if packed.bits == 4:
-        raw = whole.view(np.uint8).reshape(-1) & 15
-        raw = np.ascontiguousarray(raw[0::2] | raw[1::2] << 4)
-        tensor = ov.Tensor(raw, dims, ov.Type.i4 if packed.minimum is None else ov.Type.u4)
-        constant = Constant(tensor, shared_memory=False)
-    else:
-        constant = ops.constant(whole, shared_memory=True)
+    kind = ov.Type.i8 if packed.bits == 8 else ov.Type.i4 if packed.minimum is None else ov.Type.u4
+    constant = Constant(ov.Tensor(packed.raw, list(packed.dims), kind), shared_memory=True)
     node = ops.convert(constant, np.float32)
     if packed.minimum is not None:
         scale = np.where(packed.scale == 0, np.maximum(np.abs(packed.minimum), _TINY) * _TINY, packed.scale)
