@@ -72,7 +72,7 @@ class Pool:
         self._arrays: dict[tuple[StateSpec, int], Array] = {}
         for key, (shape, dtype) in _layout(spec).items():
             at = 2 if isinstance(key[0], PagedKV) else 1
-            self._arrays[key] = np.zeros((*shape[:at], pages, *shape[at:]), dtype)
+            self._arrays[key] = np.moveaxis(np.zeros((pages, *shape), dtype), 0, at)  # a page's bytes lie together
 
     @property
     def nbytes(self) -> int:

@@ -68,7 +68,7 @@ class GroupRows:
             return
         ids, row = tables[row, block].astype(np.int64), row + base
         held = self._pool.keys_and_values(self._group)
-        for layer, pages in zip(self._by_block(), held.reshape(-1, *held.shape[2:])):
+        for layer, pages in zip(self._by_block(), _flat(held)):
             layer[row, :, block] = numbers_of(pages[ids])
         self.pages[row, block], self.versions[row, block] = ids, self._pool.versions[ids]
 
@@ -84,7 +84,7 @@ class GroupRows:
             made = self.data[:, :, row, :, position]
             held[:, :, page, :, offset] = made if dtype == "float32" else stored(made, dtype)
         else:
-            for rows, pages in zip(self.data.reshape(-1, *self.data.shape[2:]), held.reshape(-1, *held.shape[2:])):
+            for rows, pages in zip(_flat(self.data), _flat(held)):
                 pages[page, :, offset] = stored(rows[row, :, position], dtype)
         self._pool.written(page)
         self.pages[row, position // self._size] = page
@@ -99,6 +99,11 @@ class GroupRows:
         """Of each layer's keys or values a view [rows, kv_heads, blocks, page_size, head_dim]."""
         shape = self.data.shape
         return list(self.data.reshape(-1, *shape[2:4], self.pages.shape[1], self._size, shape[-1]))
+
+
+def _flat(held: npt.NDArray[Any]) -> list[npt.NDArray[Any]]:
+    """Views of each layer's keys and of its values."""
+    return [part for layer in held for part in layer]
 
 
 class Rows:
