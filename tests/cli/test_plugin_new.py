@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ast
 import json
+import shutil
 import subprocess
 import sys
 import tomllib
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -65,6 +67,33 @@ def test_its_tests_and_the_kit_as_a_pytest_plugin_run_in_its_folder(installed):
     assert done.returncode == 0, done.stdout + done.stderr
     assert "test_it_is_listed_with_its_device PASSED" in done.stdout
     assert "my-chip:serving:cancelled while decoding PASSED" in done.stdout
+
+
+def test_what_starts_from_torch_passes_too(tmp_path):
+    pytest.importorskip("torch")
+    pytest.importorskip("trivium_torch")
+    assert new("torchchip", "--from", "torch", "--path", str(tmp_path)) == 0
+    pip_install(tmp_path / "site", tmp_path / "torchchip")
+    areas = ["--area", "rules", "--area", "fusions", "--area", "pages", "--area", "serving"]
+    command = [sys.executable, "-m", "trivium.cli", "conformance", "torchchip", *areas, "--json"]
+    done = subprocess.run(command, env=beside(tmp_path / "site"), capture_output=True, text=True, check=False)
+    report = json.loads(done.stdout)
+    assert done.returncode == 0 and report["failed"] == 0, [row for row in report["rows"] if row["status"] == "failed"]
+    assert "torchchip_sum_norm" in {row["name"] for row in report["rows"] if row["status"] == "passed"}
+
+
+def test_the_template_is_in_the_wheel(tmp_path):
+    pytest.importorskip("scikit_build_core")
+    tree = tmp_path / "tree"
+    for part in ("core", "backends", "plugins"):
+        shutil.copytree(ROOT / part, tree / part, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+    for part in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / part, tree)
+    flags = ["-q", "--no-deps", "--no-index", "--no-build-isolation", "-C", "wheel.cmake=false", "-w", str(tmp_path)]
+    subprocess.run([sys.executable, "-m", "pip", "wheel", *flags, str(tree)], capture_output=True, text=True, check=True)
+    names = set(zipfile.ZipFile(next(tmp_path.glob("*.whl"))).namelist())
+    for path in (p for p in (ROOT / "plugins" / "template").rglob("*") if p.is_file() and "__pycache__" not in p.parts):
+        assert f"trivium/cli/template/{path.relative_to(ROOT / 'plugins' / 'template').as_posix()}" in names
 
 
 @pytest.mark.parametrize("kind", [entry.name for entry in templates().iterdir()])

@@ -1,6 +1,6 @@
 """The kernels of newchip. Each takes and returns the session's own tensors; what has none here runs as the reference on the host.
 
-What a kernel must compute is the docstring of the operator: `help(trivium.ops.OPERATORS['rope'].fn)`.
+What a kernel must compute is the docstring of the operator: `help(trivium.ops.OPERATORS['rope'].reference)`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The kernels of newchip that are better than plain torch. Each takes and returns torch tensors on the device.
 
-What a kernel must compute is the docstring of the operator: `help(trivium.ops.OPERATORS['rope'].fn)`.
+What a kernel must compute is the docstring of the operator: `help(trivium.ops.OPERATORS['rope'].reference)`.
 """
 
 from __future__ import annotations
