@@ -108,6 +108,8 @@ def test_tasks_that_come_and_go_on_two_backends(folder, alone, ahead, backend):
                 await late
             stats = await llm.stats()
             assert (stats.running, stats.waiting) == (0, 0) and stats.free_pages == stats.pages
+            both = llm.engine.kv.pool.pages + llm.engine.front.kv.pool.pages
+            assert stats.pages == both and stats.prompt_tokens > 0 and stats.computed_tokens > llm.engine.stats.computed_tokens
             await llm.async_engine.call(lambda engine: engine.check())
             return first, second
 

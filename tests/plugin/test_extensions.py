@@ -119,6 +119,31 @@ def test_a_family_from_a_plugin_generates_what_its_formula_says(plugins, tmp_pat
     assert ids(tmp_path / "model", backend) == greedy(lambda known: parallel_logits(weights, known))
 
 
+def test_a_family_that_writes_its_sizes_otherwise_reads_them_itself(site, tmp_path):
+    """The llama under other keys, from outside: the same tokens."""
+    source = """
+from trivium.models import Decoder, Family, read_info
+KEYS = {"n_embd": "hidden_size", "n_head": "num_attention_heads", "n_inner": "intermediate_size", "n_layer": "num_hidden_layers"}
+def read(architecture, config):
+    return read_info(architecture, {**config, **{new: config[old] for old, new in KEYS.items()}, "hidden_act": "silu"})
+def build(info, max_model_len):
+    return Decoder(info, max_model_len).pre_norm((None,) * info.layers)
+"""
+    offer(site, "model", "OddForCausalLM", source + hook("model", "return Family(build, {'rms_norm_eps': 1e-6}, read)"))
+    make_checkpoint(tmp_path / "plain", "llama")
+    make_checkpoint(tmp_path / "odd", "llama")
+    config = tiny_config("llama", architectures=["OddForCausalLM"])
+    renamed = {
+        "hidden_size": "n_embd",
+        "num_attention_heads": "n_head",
+        "intermediate_size": "n_inner",
+        "num_hidden_layers": "n_layer",
+    }
+    config = {renamed.get(key, key): value for key, value in config.items() if key != "hidden_act"}
+    (tmp_path / "odd" / "config.json").write_text(json.dumps(config))
+    assert ids(tmp_path / "odd") == ids(tmp_path / "plain")
+
+
 def test_an_architecture_of_gguf_files_from_a_plugin_is_the_folders_model(plugins, tmp_path):
     weights = parallel_folder(tmp_path / "model")
     outer = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}

@@ -70,7 +70,7 @@ class AsyncEngine(AbstractAsyncContextManager["AsyncEngine"]):
 
     async def stats(self) -> Stats:
         """Engine.snapshot(), between two steps."""
-        return await self.call(Engine.snapshot)  # type: ignore[no-any-return]
+        return await self.call(lambda engine: engine.snapshot())  # type: ignore[no-any-return]
 
     async def stream(
         self, prompt_ids: Sequence[int], params: SamplingParams | None = None, *, announce: bool = False, **options: Any
