@@ -124,6 +124,7 @@ def test_a_folder_in_use_is_not_touched(tmp_path, capsys):
     assert new("other", "--path", str(tmp_path / "nowhere")) == 2
 
 
-def test_list_is_backends(capsys):
+def test_list_names_what_plugins_offer_of_every_kind(capsys):
     assert main(["plugin", "list", "--json"]) == 0
-    assert "reference" in {b["name"] for b in json.loads(capsys.readouterr().out)["backends"]}
+    found = {(p["kind"], p["name"]) for p in json.loads(capsys.readouterr().out)["plugins"]}
+    assert {("backend", "reference"), ("backend", "cpu"), ("model_source", "pypi")} <= found

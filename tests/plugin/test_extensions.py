@@ -389,19 +389,14 @@ def test_a_name_of_triviums_own_is_not_a_plugins_to_take(site, tmp_path, kind):
 
 
 def test_the_list_shows_what_is_there_and_what_is_never_used(plugins, site, capsys):
-    from trivium.cli.plugins_list import add_list, list_plugins
-    from trivium.cli.parser import Parser
-
     for vendor in ("vendor-a", "vendor-b"):
         offer(site, "tokenizer", "SameTokenizer", hook("tokenizer"), distribution=vendor)
     offer(site, "model", "LlamaForCausalLM", hook("model"), distribution="vendor-c")
-    parser = Parser(prog="trivium plugin list")
-    add_list(parser)
-    assert list_plugins(parser.parse_args([])) == 0
+    assert main(["plugin", "list"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert any(line.split() == ["tool", "parser", "angle", "trivium-examples", "1.0"] for line in lines)
     assert any("SameTokenizer" in line and "uninstall all but one" in line for line in lines)
     assert any("LlamaForCausalLM" in line and "trivium itself has this name" in line for line in lines)
-    list_plugins(parser.parse_args(["--json"]))
+    assert main(["plugin", "list", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["plugins"]
     assert {p["name"] for p in found if p["kind"] == "backend"} >= {"reference", "cpu"}

@@ -23,7 +23,7 @@ COMMANDS = {
     "conformance": ("trivium.cli.judge", "judge a backend against the reference"),
     "record": ("trivium.cli.record", "write the Program and every Batch of a run"),
     "replay": ("trivium.cli.record", "run a recording on any backend and compare"),
-    "plugin": ("trivium.cli.plugin", "start a backend of your own, or list the installed ones"),
+    "plugin": ("trivium.cli.plugin", "start a backend of your own, or list what the installed plugins offer"),
     "pull": ("trivium.cli.show", "fetch a model into the cache"),
 }
 """Command -> (module with add_NAME(parser) and NAME(args) -> exit code, one line of help)."""
