@@ -18,7 +18,7 @@ from trivium_server.structure import json_schema
 from trivium_server.work import Tally, Work, sampling, template_arguments
 
 
-class Tool(Struct, kw_only=True):
+class MessageTool(Struct, kw_only=True):
     """input_schema: a JSON schema of an object. Tools that Anthropic itself runs (with a type of their own) are refused."""
 
     name: str
@@ -27,20 +27,20 @@ class Tool(Struct, kw_only=True):
     type: str | None = None
 
 
-class ToolChoice(Struct, kw_only=True):
+class MessageToolChoice(Struct, kw_only=True):
     type: Annotated[str, Meta(pattern="^(auto|any|tool|none)$")]
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
 
 
-class CountRequest(Struct, kw_only=True):
+class MessageCountRequest(Struct, kw_only=True):
     """What a prompt is made of. cache_control, wherever it stands, is not needed: prefixes are cached by themselves."""
 
     model: str
     messages: list[Object]
     system: str | list[Object] | None = None
-    tools: list[Tool] | None = None
-    tool_choice: ToolChoice | None = None
+    tools: list[MessageTool] | None = None
+    tool_choice: MessageToolChoice | None = None
     thinking: Object | None = None
 
     def chat(self) -> list[Object]:
@@ -60,7 +60,7 @@ class CountRequest(Struct, kw_only=True):
         return {"tools": tools, "tool_choice": choice}
 
 
-class MessageRequest(CountRequest, kw_only=True):
+class MessageRequest(MessageCountRequest, kw_only=True):
     """output_config: {"format": {"type": "json_schema", "schema"}}; output_format: the same."""
 
     max_tokens: Annotated[int, Meta(ge=1)]
@@ -98,7 +98,7 @@ def _structure(body: MessageRequest) -> StructuredOutputs | None:
     return json_schema(form["schema"])
 
 
-def _function(tool: Tool) -> Object:
+def _function(tool: MessageTool) -> Object:
     described = {} if tool.description is None else {"description": tool.description}
     return {"type": "function", "function": {"name": tool.name, **described, "parameters": tool.input_schema or {"type": "object"}}}
 
@@ -134,12 +134,7 @@ def _result(content: Any) -> Any:
     return content
 
 
-class TextBlock(Struct, kw_only=True):
-    text: str
-    type: str = "text"
-
-
-class Usage(Struct, kw_only=True):
+class MessageUsage(Struct, kw_only=True):
     """input_tokens: those that were not found in the prefix cache."""
 
     input_tokens: int
@@ -153,7 +148,7 @@ class MessageReply(Struct, kw_only=True):
     model: str
     content: list[Object]
     stop_reason: str | None
-    usage: Usage
+    usage: MessageUsage
     stop_sequence: str | None = None
     role: str = "assistant"
     type: str = "message"
@@ -164,9 +159,9 @@ class TokenCount(Struct):
     input_tokens: int
 
 
-def _usage(tally: Tally) -> Usage:
+def _usage(tally: Tally) -> MessageUsage:
     cached = tally.cached
-    return Usage(input_tokens=tally.prompt_tokens - cached, output_tokens=tally.made, cache_read_input_tokens=cached)
+    return MessageUsage(input_tokens=tally.prompt_tokens - cached, output_tokens=tally.made, cache_read_input_tokens=cached)
 
 
 def _stop(output: CompletionOutput) -> tuple[str, str | None]:
@@ -247,7 +242,7 @@ def _changes(blocks: Blocks, output: CompletionOutput) -> list[Object]:
     return events
 
 
-async def count_tokens(call: Call, body: CountRequest) -> TokenCount:
+async def count_tokens(call: Call, body: MessageCountRequest) -> TokenCount:
     served = call.app.models.find(body.model)
     tools = body.tool_fields()["tools"]
     more = {} if tools is None else {"tools": tools}
@@ -256,5 +251,7 @@ async def count_tokens(call: Call, body: CountRequest) -> TokenCount:
 
 ROUTES: tuple[Route, ...] = (
     Route("POST", "/v1/messages", messages, "Answer a chat (Anthropic)", MessageRequest, MessageReply, anthropic_error),
-    Route("POST", "/v1/messages/count_tokens", count_tokens, "Count a chat's tokens", CountRequest, TokenCount, anthropic_error),
+    Route(
+        "POST", "/v1/messages/count_tokens", count_tokens, "Count a chat's tokens", MessageCountRequest, TokenCount, anthropic_error
+    ),
 )

@@ -21,7 +21,7 @@ from trivium_server.structure import json_object, json_schema
 from trivium_server.work import Tally, Work, sampling, template_arguments
 
 
-class Options(Struct, kw_only=True):
+class OllamaOptions(Struct, kw_only=True):
     """Ollama's names of sampling parameters. What belongs to how a model is loaded (num_ctx, num_thread, ...) is the operator's."""
 
     num_predict: int | None = None
@@ -43,7 +43,7 @@ class _Common(Struct, kw_only=True):
     model: str
     stream: bool | None = None
     format: str | Object | None = None
-    options: Options | None = None
+    options: OllamaOptions | None = None
     keep_alive: str | float | None = None
     think: bool | str | None = None
     logprobs: bool | None = None
@@ -51,7 +51,7 @@ class _Common(Struct, kw_only=True):
 
     def made(self, call: Call, served: Served, prompt: Any, more: Mapping[str, Any] | None) -> Work:
         """The work; more: arguments of a chat, None for plain text."""
-        options = self.options or Options()
+        options = self.options or OllamaOptions()
         limit = None if options.num_predict is None or options.num_predict < 0 else options.num_predict
         own = {"repetition_penalty": options.repeat_penalty, "structured_outputs": self._structure(), "logprobs": self.alternatives}
         params = sampling(served, options, limit, **own)
@@ -74,12 +74,12 @@ class _Common(Struct, kw_only=True):
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
-class ChatRequest(_Common, kw_only=True):
+class OllamaChat(_Common, kw_only=True):
     messages: list[Object] = []
     tools: list[Object] | None = None
 
 
-class GenerateRequest(_Common, kw_only=True):
+class OllamaGenerate(_Common, kw_only=True):
     """raw: the text is continued as it is, without the model's chat template."""
 
     prompt: str = ""
@@ -90,7 +90,7 @@ class GenerateRequest(_Common, kw_only=True):
     images: list[Any] | None = None
 
 
-class EmbedRequest(Struct, kw_only=True):
+class OllamaEmbed(Struct, kw_only=True):
     """truncate is not done: what is too long is refused."""
 
     model: str
@@ -98,12 +98,12 @@ class EmbedRequest(Struct, kw_only=True):
     dimensions: int | None = None
 
 
-class OldEmbedRequest(Struct, kw_only=True):
+class OllamaEmbeddings(Struct, kw_only=True):
     model: str
     prompt: str
 
 
-class ShowRequest(Struct, kw_only=True):
+class OllamaShow(Struct, kw_only=True):
     model: str | None = None
     name: str | None = None
 
@@ -170,7 +170,7 @@ class _Calls:
         return whole
 
 
-async def chat(call: Call, body: ChatRequest) -> Object | Stream:
+async def chat(call: Call, body: OllamaChat) -> Object | Stream:
     served = _find(call, body.model)
     if not body.messages:
         return _loaded(served, {"message": {"role": "assistant", "content": ""}})
@@ -178,7 +178,7 @@ async def chat(call: Call, body: ChatRequest) -> Object | Stream:
     return await _answer(call, body, body.made(call, served, messages, {"tools": body.tools}), _chat_piece)
 
 
-async def generate(call: Call, body: GenerateRequest) -> Object | Stream:
+async def generate(call: Call, body: OllamaGenerate) -> Object | Stream:
     for field in ("suffix", "template", "images"):
         if getattr(body, field):
             raise bad(f"{field} is not possible here", field)
@@ -229,7 +229,7 @@ async def _lines(call: Call, body: _Common, work: Work, piece: Any) -> AsyncGene
     yield {**head, "created_at": _now(), **piece(empty, []), **_figures(tally, reason)}
 
 
-async def embed(call: Call, body: EmbedRequest) -> Object:
+async def embed(call: Call, body: OllamaEmbed) -> Object:
     served, began = _find(call, body.model), time.perf_counter()
     texts = [body.input] if isinstance(body.input, str) else body.input
     if not texts or "" in texts:
@@ -241,8 +241,8 @@ async def embed(call: Call, body: EmbedRequest) -> Object:
     return {"model": served.name, "embeddings": vectors, "total_duration": spent, "load_duration": 0, "prompt_eval_count": count}
 
 
-async def old_embed(call: Call, body: OldEmbedRequest) -> Object:
-    found = await embed(call, EmbedRequest(model=body.model, input=body.prompt))
+async def old_embed(call: Call, body: OllamaEmbeddings) -> Object:
+    found = await embed(call, OllamaEmbed(model=body.model, input=body.prompt))
     return {"embedding": found["embeddings"][0]}
 
 
@@ -266,7 +266,7 @@ async def ps(call: Call, body: None) -> Object:
     return {"models": [{**_listed(served), "expires_at": later, "size_vram": 0} for served in call.app.models]}
 
 
-async def show(call: Call, body: ShowRequest) -> Object:
+async def show(call: Call, body: OllamaShow) -> Object:
     served = _find(call, body.model or body.name)
     tokenizer = served.llm.tokenizer
     can = ["completion", *(["tools"] if "tools" in (tokenizer.chat_template or "") else [])]
@@ -279,12 +279,12 @@ async def version(call: Call, body: None) -> Object:
 
 
 ROUTES: tuple[Route, ...] = (
-    Route("POST", "/api/chat", chat, "Answer a chat (Ollama)", ChatRequest, dict, ollama_error),
-    Route("POST", "/api/generate", generate, "Answer or continue a text (Ollama)", GenerateRequest, dict, ollama_error),
-    Route("POST", "/api/embed", embed, "Embed texts (Ollama)", EmbedRequest, dict, ollama_error),
-    Route("POST", "/api/embeddings", old_embed, "Embed a text (Ollama, older)", OldEmbedRequest, dict, ollama_error),
+    Route("POST", "/api/chat", chat, "Answer a chat (Ollama)", OllamaChat, dict, ollama_error),
+    Route("POST", "/api/generate", generate, "Answer or continue a text (Ollama)", OllamaGenerate, dict, ollama_error),
+    Route("POST", "/api/embed", embed, "Embed texts (Ollama)", OllamaEmbed, dict, ollama_error),
+    Route("POST", "/api/embeddings", old_embed, "Embed a text (Ollama, older)", OllamaEmbeddings, dict, ollama_error),
     Route("GET", "/api/tags", tags, "List the models (Ollama)", None, dict, ollama_error),
     Route("GET", "/api/ps", ps, "List the loaded models (Ollama)", None, dict, ollama_error),
-    Route("POST", "/api/show", show, "Describe a model (Ollama)", ShowRequest, dict, ollama_error),
+    Route("POST", "/api/show", show, "Describe a model (Ollama)", OllamaShow, dict, ollama_error),
     Route("GET", "/api/version", version, "The version of trivium (Ollama)", None, dict, ollama_error),
 )
