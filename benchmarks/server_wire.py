@@ -4,7 +4,8 @@
 
 Every candidate answers POST / with one server-sent event a token, as a chat chunk, from a made-up engine: a thread that wakes the
 event loop once a step, for all streams. The server is a process of its own on loopback; its CPU time (user and system, its engine
-included) is read before and after. The best of `repeat` runs counts.
+included) is read before and after. "trivium" is the server as it is, with that engine for a model. The best of `repeat` runs
+counts.
 """
 
 from __future__ import annotations
@@ -17,7 +18,11 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
+
+from trivium import CompletionOutput, RequestOutput, SamplingParams
+from trivium.text.events import ContentDelta
 
 BODY = {"model": "m", "messages": [{"role": "user", "content": "hello"}], "stream": True, "max_tokens": 16, "temperature": 0.0}
 
@@ -138,7 +143,33 @@ def fastapi(ticker: Ticker) -> Any:
     return app
 
 
-CANDIDATES: dict[str, Callable[[Ticker], Any]] = {f.__name__: f for f in (asgi, starlette, litestar, fastapi)}
+class Model:
+    """What trivium's server asks of a model, answered by the made-up engine."""
+
+    is_ready = True
+
+    def __init__(self, ticker: Ticker) -> None:
+        self.ticker, self.loaded = ticker, SimpleNamespace(max_model_len=1 << 20, architecture="none")
+
+    def default_params(self, **fields: Any) -> Any:
+        return SamplingParams(**fields)
+
+    async def stream(self, prompt: Any, params: Any, **options: Any) -> AsyncIterator[RequestOutput]:
+        yield RequestOutput(1, [1], [], finished=False)
+        async for text in self.ticker.news():
+            yield RequestOutput(1, [1], [CompletionOutput(0, text, [1], None, events=[ContentDelta(text)])], finished=False)
+        yield RequestOutput(1, [1], [CompletionOutput(0, "", [], "length", events=[])], finished=True)
+
+
+def trivium(ticker: Ticker) -> Any:
+    """trivium's own server."""
+    from trivium_server import App, Models, Served
+
+    return App(Models([Served("m", cast(Any, Model(ticker)))]))
+
+
+CANDIDATES: dict[str, Callable[[Ticker], Any]] = {f.__name__: f for f in (asgi, starlette, litestar, fastapi, trivium)}
+PATHS = {"trivium": "/v1/chat/completions"}
 LOOPS = {"asgi-h11-asyncio": ("asgi", "h11", "asyncio")}
 """Candidates with another parser and event loop than httptools and uvloop."""
 
@@ -177,11 +208,11 @@ async def pieces(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
         yield piece
 
 
-async def load(port: int, streams: int) -> tuple[float, int]:
+async def load(port: int, streams: int, path: str) -> tuple[float, int]:
     """(CPU seconds of the server, events) of all streams at once."""
     body = json.dumps(BODY).encode()
     kind = f"Content-Type: application/json\r\nContent-Length: {len(body)}"
-    head = f"POST / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n{kind}\r\n\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n{kind}\r\n\r\n"
     cpu = b"GET /cpu HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
     before = await spent(port, cpu)
     answers = await asyncio.gather(*[ask(port, head.encode() + body) for _ in range(streams)])
@@ -195,13 +226,14 @@ async def spent(port: int, request: bytes) -> float:
 
 
 def measure(name: str, args: argparse.Namespace) -> dict[str, float]:
+    path = PATHS.get(name, "/")
     command = [sys.executable, __file__, "--serve", name, "--streams", str(args.streams), "--tokens", str(args.tokens)]
     with subprocess.Popen([*command, "--rate", str(args.rate)], stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
         try:
             port = int(server.stdout.readline())
-            asyncio.run(load(port, args.streams))  # warm
-            runs = [asyncio.run(load(port, args.streams)) for _ in range(args.repeat)]
+            asyncio.run(load(port, args.streams, path))  # warm
+            runs = [asyncio.run(load(port, args.streams, path)) for _ in range(args.repeat)]
         finally:
             server.terminate()
     seconds = min(cpu / events for cpu, events in runs)
