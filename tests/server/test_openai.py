@@ -150,3 +150,14 @@ def test_the_official_client(server):
         client.chat.completions.create(model="nope", messages=CHAT["messages"])
     with pytest.raises(openai.AuthenticationError):
         openai.OpenAI(base_url=server.url + "/v1", api_key="wrong", max_retries=0).models.list()
+
+
+def test_groqs_client_reads_the_times(server):
+    groq = pytest.importorskip("groq")
+    client = groq.Groq(base_url=server.url, api_key=SECRET, max_retries=0)
+    extra = {"include_metrics": True, "ignore_eos": True}
+    asked = {"model": "tiny", "messages": CHAT["messages"], "temperature": 0, "max_completion_tokens": 8, "extra_body": extra}
+    usage = client.chat.completions.create(**asked).usage
+    assert usage.total_time == pytest.approx(usage.prompt_time + usage.completion_time) and usage.queue_time >= 0
+    last = list(client.chat.completions.create(**asked, stream=True))[-1]
+    assert last.x_groq.usage.completion_tokens == 8 and last.x_groq.usage.total_time > 0
