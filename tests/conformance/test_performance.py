@@ -1,4 +1,4 @@
-"""`trivium conformance NAME --performance`: what is counted, whose ceilings hold, what is refused: nothing that depends on speed."""
+"""`trivium conformance NAME --performance`: what is counted, whose ceilings hold, what is refused: nothing depends on speed."""
 
 from __future__ import annotations
 
