@@ -28,7 +28,8 @@ def greedy(count):
 @pytest.fixture
 def model(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(Path(private_chip.__file__).parent)]))
+    path = [str(tmp_path), str(Path(private_chip.__file__).parent), os.environ.get("PYTHONPATH", "")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
     install(tmp_path, "private", "from private_chip import trivium_backend")
     return str(make_checkpoint(tmp_path / "tied", "qwen2"))
 
