@@ -104,6 +104,6 @@ def test_the_step_s_default_size_follows_the_backend_s_limit_and_more_is_refused
 
 def test_the_kit_judges_within_what_the_backend_declares(model):
     report = run_conformance("private", areas=["rules", "sampler", "pages"])
-    assert report.ok, [row for row in report.rows if row.status == "failed"]
+    assert report.ok
     skipped = {row.detail for row in report.rows if row.status == "skipped"}
     assert "the backend does not declare top_p" in skipped
