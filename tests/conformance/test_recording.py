@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -73,7 +72,7 @@ def test_a_changed_kernel_is_seen(recorded: Path, monkeypatch: pytest.MonkeyPatc
 
     gated = OPERATORS["gated"]
     monkeypatch.setattr("trivium.plugin.reference.OPERATORS", {
-        **OPERATORS, "gated": dataclasses.replace(gated, reference=lambda gate, up, **attrs: gated(up, gate, **attrs)),
+        **OPERATORS, "gated": gated._replace(reference=lambda gate, up, **attrs: gated(up, gate, **attrs)),
     })  # fmt: skip
     report = replay(recorded, "reference").to_json()
     assert report["different"] > 0 and report["differing_steps"] and report["max_difference"]["logits"] > 1e-3

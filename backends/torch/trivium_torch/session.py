@@ -49,8 +49,8 @@ class TorchSession(Session):
         self.strict = bool(options.get("strict"))
         self.invariant = self.device.type == "cpu" and self.dtype != torch.float32
         """Whether kernels see to it that a row's bits don't depend on how many rows are computed together. In float32 such
-        differences are far below what decides a token; in less they are not, and a host's library keeps them out if it is never
-        given fewer than four rows."""
+        differences are far below what decides a token; in less they are not, and a host's library keeps them out if it has one
+        thread and is never given fewer than four rows."""
         self.spec = KVSpec(16, "float32", ())
         self._layers: dict[tuple[int, StateSpec], Layer] = {}
         self._places: tuple[tuple[int, Layer], ...] = ()
