@@ -287,17 +287,18 @@ def judge_graphs(lab: Lab) -> Verdict:
 
 
 def judge_growth(lab: Lab) -> Verdict:
-    """Many short requests, some of them cancelled: afterwards memory(), free pages and Python objects are what they were."""
+    """Many short requests, some of them cancelled: memory(), pages and objects are those after the first of them."""
     with serving(lab, config=SMALL, budget=4 * SEQS, share=0.0) as engine:
         session: Session = engine.model.session
-        held = _held(session)
-        blocks = []
+        held, blocks = [], []
         for start in range(0, SHORT_REQUESTS, PART):
             _serve_short(engine, range(start, start + PART))
             gc.collect()
             blocks.append(sys.getallocatedblocks())
-        if (now := _held(session)) != held:
-            raise Mismatch(f"memory() said {held} bytes of weights and pages, and {now} after {SHORT_REQUESTS} requests")
+            held.append(_held(session))
+        if held[-1] != held[0]:
+            said = f"memory() said {held[0]} bytes of weights and pages after {PART} short requests"
+            raise Mismatch(f"{said}, and {held[-1]} after {SHORT_REQUESTS}")
     growth = [b - a for a, b in itertools.pairwise(blocks)]
     if min(growth) > BLOCKS_A_REQUEST * PART:
         raise Mismatch(f"every {PART} short requests leave {min(growth)} Python objects or more behind")
