@@ -1,4 +1,7 @@
-"""The `onnxruntime` backend as trivium finds it. onnxruntime and onnx are imported in probe() at the earliest."""
+"""The `onnxruntime` backend as trivium finds it. onnxruntime and onnx are imported in probe() at the earliest.
+
+Its one device is `cpu`. What the CUDA provider has is said in that device's details ("cuda"), and refused; not run on a GPU.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from trivium.plugin import API_VERSION, Backend, Capabilities, Device, Kernel, P
 from trivium.plugin.hostinfo import total_memory
 from trivium_onnxruntime.formats import FORMATS
 from trivium_onnxruntime.pages import KV_DTYPES
+from trivium_onnxruntime.providers import NOT_LOWERED, about_cuda
 
 NEEDS = (1, 32)
 """The first onnxruntime whose GroupQueryAttention takes chunks of several sequences (its input `query_seqlens`)."""
@@ -43,6 +47,7 @@ class OnnxBackend(Backend):
         details = {
             "about": f"onnxruntime {onnxruntime.__version__}, {threads} threads", "onnxruntime": onnxruntime.__version__,
             "onnx": onnx.__version__, "providers": tuple(onnxruntime.get_available_providers()), "threads": threads,
+            "cuda": about_cuda(),
         }  # fmt: skip
         return Probe((Device(0, "cpu", total_memory(), details),))
 
@@ -58,6 +63,7 @@ class OnnxBackend(Backend):
                 "float16": _NO_OTHER_DTYPE,
                 "int8": "pages of int8 have a scale for each token and head, onnxruntime's attention one for all",
                 "paged attention": "onnxruntime has it for its CUDA provider only: a running sequence has a copy of its pages",
+                "cuda": device.details.get("cuda", NOT_LOWERED),
                 "collectives": "one process runs the whole model here",
             },
         )
@@ -72,6 +78,8 @@ class OnnxBackend(Backend):
         """Own options: `threads`; `accuracy_level` (4: what is multiplied with 4- and 8-bit weights is rounded to 8 bits, 0: not);
         `arena` (onnxruntime keeps freed memory), `spinning` (its threads stay awake between operators), `rows_bytes` (what rows
         may take; by default as much as the pages), `strict`."""
+        if device.name != "cpu":
+            raise UnsupportedError(f"device {device.name!r}: {NOT_LOWERED}", param="backend")
         unknown = sorted(options.keys() - set(_OPTIONS))
         if unknown:
             raise InvalidRequestError(f"the onnxruntime backend has no option {', '.join(unknown)}; it has {', '.join(_OPTIONS)}")

@@ -15,6 +15,7 @@ from trivium_onnxruntime.executable import OnnxExecutable
 from trivium_onnxruntime.formats import Resident, load
 from trivium_onnxruntime.graph import Common
 from trivium_onnxruntime.pages import Pool, page_bytes
+from trivium_onnxruntime.providers import CPU, taken
 
 if TYPE_CHECKING:
     import onnxruntime
@@ -90,7 +91,7 @@ class OnnxSession(Session):
         values = {name: onnxruntime.OrtValue.ortvalue_from_numpy(array) for name, array in weights.items()}
         settings.add_external_initializers(list(values), list(values.values()))
         self._values.append(values)  # which keep the memory that the model reads
-        return onnxruntime.InferenceSession(model, settings, providers=["CPUExecutionProvider"])
+        return taken(onnxruntime.InferenceSession(model, settings, providers=[CPU]), CPU)
 
     def export_pages(self, group: int, ids: Sequence[int]) -> Pages:
         return self._pages().export(group, ids)
