@@ -32,7 +32,8 @@ def test_an_entry_with_a_default_says_so():
 
 def test_the_core_names_no_vendor():
     vendors = re.compile(r"cuda|\bnpu\b|\bascend\b|nvidia|openvino|triton|onnxruntime|torch", re.IGNORECASE)
-    hits = [f"{p}: {line}" for p in CORE.rglob("*.py") for line in p.read_text().splitlines() if vendors.search(line)]
+    files = [p for p in CORE.rglob("*.py") if "template" not in p.parts]  # an installed trivium has the plugins' templates there
+    hits = [f"{p}: {line}" for p in files for line in p.read_text().splitlines() if vendors.search(line)]
     assert hits == []
 
 
