@@ -39,7 +39,7 @@ def test_what_it_writes_is_named_throughout(installed):
     assert project["project"]["name"] == "trivium-my-chip"
     assert project["project"]["entry-points"]["trivium"] == {"my-chip": "trivium_my_chip.plugin"}
     files = [f for f in folder.rglob("*") if f.is_file() and "build" not in f.parts and not f.match("*.egg-info/*")]
-    assert {"README.md", "pyproject.toml", "ci.yml", "test_my_chip.py", "plugin.py", "session.py", "kernels.py"} <= {
+    assert {"README.md", ".gitignore", "pyproject.toml", "ci.yml", "test_my_chip.py", "plugin.py", "session.py", "kernels.py"} <= {
         f.name for f in files
     }
     assert not [f for f in files if "newchip" in f.read_text().lower() or "newchip" in f.name]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 
 import numpy as np
@@ -112,6 +113,30 @@ def test_formats_are_held_to_what_they_promise():
     assert not failed(judge(coarse(error_budget=0.05), "formats"))
     assert failed(judge(coarse(error_budget=0.01), "formats")) == {f"coarse from {s}" for s in ("float32", "float16", "bfloat16")}
     assert failed(judge(coarse(lossless_from=frozenset({"q8_0"})), "formats")) == {"coarse from q8_0"}
+
+
+class Swelling(Rounding):
+    """Tells what its weights take, four bytes a number."""
+
+    held = 0
+
+    def load(self, weight, format):
+        self.held += 4 * math.prod(weight.shape)
+        return super().load(weight, format)
+
+    def memory(self):
+        return super().memory()._replace(weights=self.held)
+
+
+def test_a_format_that_takes_more_than_it_says_is_found():
+    def swelling(bits):
+        formats = (WeightFormat("float32", 32.0), WeightFormat("coarse", bits, error_budget=0.05))
+        return judge(Backend(session=Swelling, weight_formats=formats), "formats")
+
+    assert not failed(swelling(32.0))
+    rows = swelling(8.0)
+    assert failed(rows) == {f"coarse from {s}" for s in ("float32", "float16", "bfloat16")}
+    assert "32 bits a weight by memory(); capabilities() says 8" in rows["formats", "coarse from float32"].detail
 
 
 class Lossy(Session):

@@ -12,11 +12,13 @@ from trivium.cli.parser import add_json, key_value, number
 if TYPE_CHECKING:
     from trivium.conformance import Row
 
+_AREA = "judge this area only: rules, operators, fusions, formats, pages, sampler, models, serving; may be repeated (default: all)"
+
 
 def add_conformance(parser: argparse.ArgumentParser) -> None:
     """The backend, the options it is opened with, and the areas to judge."""
     parser.add_argument("backend", metavar="BACKEND", help="see `trivium backends`")
-    parser.add_argument("--area", action="append", help="judge this area only; may be repeated (default: all)")
+    parser.add_argument("--area", action="append", help=_AREA)
     parser.add_argument("--isa", metavar="NAME", help="instruction set that the backend is held to, such as portable")
     parser.add_argument("--threads", type=number(int, 1), metavar="N", help="host threads of the backend")
     parser.add_argument("--option", type=key_value, action="append", metavar="KEY=VALUE", help="an option of the backend's own")

@@ -21,6 +21,10 @@ SHAPES = ((48, 512), (33, 256))
 ROWS = (1, 5, 33)
 """Tokens that they are used with."""
 PLAIN = ("float32", "float16", "bfloat16")
+WIDE = (256, 512)
+"""A matrix that needs no padding, for its size in memory."""
+LARGER = 1.5
+"""Times the declared bits that it may take."""
 ACTIVATION_BUDGET = 0.02
 """Relative error that a projection with weights below 16 bits may add, for it may round its input to 8 bits a number."""
 
@@ -63,6 +67,7 @@ def judge_format(lab: Lab, resident: WeightFormat, storage: str) -> Verdict:
         return Verdict(f"the kit can't make weights stored as {storage}", "skipped")
     exact = storage in resident.lossless_from or resident.name == "float32"
     rng = np.random.default_rng(SEED)
+    _judge_size(lab, random_weight(rng, WIDE, storage), resident)
     errors = []
     for shape in SHAPES:
         weight = random_weight(rng, shape, storage)
@@ -81,6 +86,16 @@ def judge_format(lab: Lab, resident: WeightFormat, storage: str) -> Verdict:
     ]
     held = "exact" if exact else f"error {max(errors):.2g} of {resident.error_budget:g}"
     return Verdict(f"{held}; projections within {max(used):.2g}")
+
+
+def _judge_size(lab: Lab, weight: Weight, resident: WeightFormat) -> None:
+    """A format that takes half as much again as it says misleads whoever reckons with it."""
+    with lab.session() as session:
+        before = session.memory().weights
+        session.load(weight, resident.name)
+        bits = 8 * (session.memory().weights - before) / (WIDE[0] * WIDE[1])
+    if bits > LARGER * resident.bits:
+        raise Mismatch(f"{list(WIDE)} takes {bits:.3g} bits a weight by memory(); capabilities() says {resident.bits:g}")
 
 
 def _judge_use(lab: Lab, weight: Weight, resident: WeightFormat, rows: int) -> float:

@@ -9,7 +9,7 @@ from trivium.errors import InvalidRequestError
 from trivium.plugin import Backend, Capabilities, Device, Kernel, Probe, Session, WeightFormat, hookimpl
 
 OPTIONS = frozenset({"dtype", "max_batched_tokens", "max_seqs", "max_model_len", "strict"})
-"""What open() is told by trivium. An option of your own goes here, too; users give it as --option NAME=VALUE."""
+"""What open() is told by trivium; with graph_capture also "graph_sizes". One of your own goes here, too (--option NAME=VALUE)."""
 PLAIN = frozenset({"float32", "float16", "bfloat16"})
 
 
