@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -215,3 +215,73 @@ def test_fail_all_answers_everybody() -> None:
     outputs = engine.fail_all(fault)
     assert [o.request_id for o in outputs] == ids and all(o.error is fault for o in outputs)
     engine.kv.check_idle()
+
+
+LIMIT = 40
+"""Tokens of context behind which the device of the tests below fails."""
+
+
+def deep_engine(kind: str, fails: Callable[[Batch], bool]) -> Engine:
+    """A step has fewer tokens than a page, so what a failed step drops takes several to compute again."""
+    engine = engine_of(KINDS[kind], page_size=64, pages=12, max_num_seqs=4, max_num_batched_tokens=8)
+
+    def hook(at: str, batch: Batch | None) -> None:
+        if batch is not None and fails(batch):
+            raise Fault("too deep")
+
+    engine.model.executable.hook = hook
+    return engine
+
+
+def bounded(engine: Engine, steps: int) -> dict[int, RequestOutput]:
+    """Steps to the end, which must come."""
+    done: dict[int, RequestOutput] = {}
+    for _ in range(steps):
+        done |= {output.request_id: output for output in engine.step() if output.finished}
+        engine.check()
+        if not engine.has_unfinished():
+            assert not engine.model.executable.violations
+            return done
+    raise AssertionError(f"{steps} steps and no end: {engine.stats.failed_steps} of them failed")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("others", [0, 3])
+@pytest.mark.parametrize("prompt", [LIMIT + 20, LIMIT - 5])
+def test_a_request_that_fails_behind_what_one_step_computes_again_ends(kind: str, others: int, prompt: int) -> None:
+    engine = deep_engine(kind, lambda batch: max(batch.context_lens) > LIMIT)
+    neighbours = prompts_of(others, LIMIT - 12)
+    ids = [engine.add_request(p, greedy(10)) for p in neighbours]
+    victim = engine.add_request([POISON] * prompt, greedy(30))
+    done = bounded(engine, 200)
+    assert done[victim].outputs[0].finish_reason == "error" and "too deep" in str(done[victim].error)
+    assert done[victim].outputs[0].token_ids == continuation([POISON] * prompt, max(LIMIT + 1 - prompt, 0), KINDS[kind])
+    for number, p in zip(ids, neighbours):
+        assert done[number].outputs[0].token_ids == continuation(p, 10, KINDS[kind]) and done[number].error is None
+    assert engine.stats.failed_steps == 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_device_that_fails_with_deep_batches_still_ends_every_request(kind: str) -> None:
+    engine = deep_engine(kind, lambda batch: batch.seqs > 1 and max(batch.context_lens) > LIMIT // 2)
+    prompts = prompts_of(9, LIMIT, seed=2)
+    ids = [engine.add_request(p, greedy(20)) for p in prompts]
+    done = bounded(engine, 3000)
+    for number, prompt in zip(ids, prompts):
+        assert done[number].outputs[0].token_ids == continuation(prompt, 20, KINDS[kind])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_request_can_leave_and_others_come_while_one_computes_again_what_failed(kind: str) -> None:
+    engine = deep_engine(kind, lambda batch: max(batch.context_lens) > LIMIT)
+    victim = engine.add_request([POISON] * (LIMIT + 20), greedy(5))
+    neighbour = engine.add_request([5] * 9, greedy(3))
+    while not engine.stats.failed_steps:
+        engine.step()
+    late = engine.add_request([6] * 9, greedy(3))
+    engine.step()
+    aborted = engine.abort(victim)
+    assert aborted is not None and aborted.outputs[0].finish_reason == "abort"
+    done = bounded(engine, 60)
+    assert done[late].outputs[0].token_ids == continuation([6] * 9, 3, KINDS[kind])
+    assert neighbour not in done or done[neighbour].error is None

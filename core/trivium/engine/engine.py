@@ -1,8 +1,10 @@
 """The engine: takes requests, runs steps as transactions, hands out what they made.
 
 A step: plan (changes nothing), reserve pages and build the Batch, run, settle (tokens and pages), commit (texts and ends). Whatever
-fails before the tokens are there is undone, then the sequences of that step run one by one, once: those that fail again end with
-finish_reason "error", the others go on. A preemption is a transition of its own and is not undone.
+fails before the tokens are there is undone, then the sequences of that step run one by one, each until it is past what it had in
+that step: undoing may drop more tokens than one step computes again. Those that fail again on the way there end with finish_reason
+"error", the others go on. So every step brings the first of its sequences further than it has ever been, or ends it: no fault can
+hold the engine for ever. A preemption is a transition of its own and is not undone.
 
 Where run() returns early, the next step is planned and prepared while this one runs, for the sequences as they will be then, and
 started once this one is settled; all the rest of this one is done while it runs. Rows of sequences that have ended in between are
@@ -67,6 +69,8 @@ class Engine:
         self._completions: dict[Stream, Completion] = {}
         self._flight: Flight | None = None
         self._deadlines: list[tuple[float, int]] = []
+        self._suspects: list[tuple[Stream, int]] = []
+        """Those of a step that failed, in its order, and how many tokens each has to have computed before it runs with others."""
         self._moved: list[Completion] = []
         """Outputs that are to be reported: a step that is interrupted leaves them to the next one."""
         self.intake = Intake(model, tokenizer, self.config, self.scheduler.check_fits, clock)
@@ -117,8 +121,7 @@ class Engine:
         """Takes a request out, to be continued by import_request() of this or another engine: nothing more is heard of it here.
         copy: it also stays. pages: with what has been computed of it; else it is computed again. InvalidRequestError: it is not
         under way; UnsupportedError: a beam search or an embedding, which stay."""
-        request = self._requests.get(request_id)
-        if request is None:
+        if (request := self._requests.get(request_id)) is None:
             raise InvalidRequestError(f"request {request_id} is not under way", param="request_id")
         stale = not pages or (self._flight is not None and bool(self.kv.recurrent))  # the step under way changes their states
         state = export_state(request, self.model.layout, self.kv, None if stale else self.model.session, self._clock())
@@ -191,10 +194,11 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Runs one step and returns the news of the requests that have any, oldest first."""
         began, elsewhere = self._clock(), self.stats.device_seconds + self.stats.draft_seconds
-        self._moved += self._expire(began)
-        flight, self._flight = self._flight or self._first_flight(began), None
-        if flight is not None:
-            flight.started = max(flight.started, began)
+        self._expire(began)
+        if self._suspects:
+            self._run_alone(began)
+        elif (flight := self._flight or self._first_flight(began)) is not None:
+            self._flight, flight.started = None, max(flight.started, began)
             self._run(flight)
         moved, self._moved = self._moved, []
         outputs = self._report(moved)
@@ -208,30 +212,25 @@ class Engine:
         if self.kv.tiers is not None:
             self.kv.tiers.close(self.model.session, self.kv.pool.published())
 
-    def _expire(self, now: float) -> list[Completion]:
+    def _expire(self, now: float) -> None:
         """Ends what has taken too long."""
-        moved: list[Completion] = []
         while self._deadlines and self._deadlines[0][0] <= now:
             request = self._requests.get(heapq.heappop(self._deadlines)[1])
             if request is not None:
                 waited = f"{now - request.clock.arrival:.1f} seconds after it came"
-                moved += self._end(request, "abort", DeadlineError(f"the request's timeout was over {waited}"))
-        return moved
+                self._moved += self._end(request, "abort", DeadlineError(f"the request's timeout was over {waited}"))
 
     def _first_flight(self, began: float) -> Flight | None:
         """A step that nobody has prepared."""
         plan = self._plan()
-        if plan.entries:
-            if self.speculator is not None:
-                self.speculator.extend(plan)
-            return self.runner.launch(self.runner.prepare(plan, began))
-        assert not self._completions, "requests are unfinished and none of them can run"
-        return None
+        assert plan.entries or not self._completions, "requests are unfinished and none of them can run"
+        if self.speculator is not None and plan.entries:
+            self.speculator.extend(plan)
+        return self.runner.launch(self.runner.prepare(plan, began)) if plan.entries else None
 
     def abort(self, request_id: int) -> RequestOutput | None:
         """Ends a request with what it has so far (finish_reason "abort"); None if it is not running any more."""
-        request = self._requests.get(request_id)
-        if request is None:
+        if (request := self._requests.get(request_id)) is None:
             return None
         self.stats.aborted_requests += 1
         return self._report(self._end(request, "abort") or request.completions)[0]
@@ -281,24 +280,30 @@ class Engine:
             self.stats.failed_steps += 1
             message = "a step of %d sequences failed; they run again one by one: %s"
             logging.getLogger(__name__).warning(message, len(flight.plan.entries), fault, exc_info=fault)
-            for entry in flight.plan.entries:
-                self._run_alone(entry.seq, flight.began)
+            self._suspects = [(entry.seq, entry.start + entry.tokens) for entry in flight.plan.entries]
+            self._run_alone(flight.began)
             return
         if self.speculator is not None:
             self.speculator.measure(flight.plan, flight.seconds)
         self._finish(flight, following)
 
-    def _run_alone(self, seq: Stream, began: float) -> None:
-        plan = self.scheduler.plan(only=seq) if seq in self._completions else StepPlan()
-        if not plan.entries:
-            return
-        flight = self.runner.launch(self.runner.prepare(plan, began))
-        try:
-            self._wait(flight)
-        except (Exception, SystemExit) as fault:
-            self._moved += self._end(self._completions[seq].request, "error", fault)
-            return
-        self._finish(flight)
+    def _run_alone(self, began: float) -> None:
+        """Runs the suspects in turn, as far as each gets in one step; one that has to go on does so in the next step of the engine,
+        as it may be aborted or late by then. One that finds no pages now is let off: the first always finds those that it had."""
+        while self._suspects:
+            seq, end = self._suspects[0]
+            plan = self.scheduler.plan(only=seq) if seq in self._completions else StepPlan()
+            if plan.entries:
+                flight = self.runner.launch(self.runner.prepare(plan, began))
+                try:
+                    self._wait(flight)
+                except (Exception, SystemExit) as fault:
+                    self._moved += self._end(self._completions[seq].request, "error", fault)
+                else:
+                    self._finish(flight)
+                if seq in self._completions and seq.computed < end:
+                    return
+            del self._suspects[0]
 
     def _wait(self, flight: Flight, following: Flight | None = None) -> None:
         """Until a step has landed; if it fails, all but preemptions is as it was before it and the following one were prepared."""
