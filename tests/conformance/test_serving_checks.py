@@ -56,6 +56,11 @@ def test_rows_taken_for_sequences_are_found_when_a_neighbour_is_cancelled():
     assert failed(rows(RowBound, only="cancelled")) == {"cancelled while prefilling", "cancelled while decoding"}
 
 
+def test_a_request_that_fails_behind_several_steps_ends_with_large_pages_too():
+    row = judge(Backend(page_sizes=(128,)), "serving", only="always fails")["serving", "a request that always fails"]
+    assert row.status == "passed" and "the request ends with its fault" in row.detail
+
+
 class Once(Executable):
     """Can't take a step that it has run before."""
 

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import trivium.engine.runner as runner_module
+from async_device import async_model
 from engine_runs import engine_of, greedy, prompts_of, run_all
-from fake_model import Fault, continuation
+from fake_model import Fault, continuation, fake_model
+from hypothesis import given, settings, strategies as st
 from trivium.engine import Engine, RequestOutput
 from trivium.errors import BackendError, TriviumError
 from trivium.ops import Batch, Sampled
@@ -221,9 +223,13 @@ LIMIT = 40
 """Tokens of context behind which the device of the tests below fails."""
 
 
-def deep_engine(kind: str, fails: Callable[[Batch], bool]) -> Engine:
+def deep_engine(
+    kind: str, fails: Callable[[Batch], bool], *, model: Callable[..., Any] = fake_model, page_size: int = 64, pages: int = 12,
+    seqs: int = 4, tokens: int = 8,
+) -> Engine:  # fmt: skip
     """A step has fewer tokens than a page, so what a failed step drops takes several to compute again."""
-    engine = engine_of(KINDS[kind], page_size=64, pages=12, max_num_seqs=4, max_num_batched_tokens=8)
+    made = model(KINDS[kind], page_size=page_size, pages=pages)
+    engine = engine_of(model=made, max_num_seqs=seqs, max_num_batched_tokens=tokens)
 
     def hook(at: str, batch: Batch | None) -> None:
         if batch is not None and fails(batch):
@@ -246,10 +252,11 @@ def bounded(engine: Engine, steps: int) -> dict[int, RequestOutput]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("model", [fake_model, async_model])
 @pytest.mark.parametrize("others", [0, 3])
 @pytest.mark.parametrize("prompt", [LIMIT + 20, LIMIT - 5])
-def test_a_request_that_fails_behind_what_one_step_computes_again_ends(kind: str, others: int, prompt: int) -> None:
-    engine = deep_engine(kind, lambda batch: max(batch.context_lens) > LIMIT)
+def test_a_request_that_fails_behind_what_one_step_computes_again_ends(kind: str, model: Any, others: int, prompt: int) -> None:
+    engine = deep_engine(kind, lambda batch: max(batch.context_lens) > LIMIT, model=model)
     neighbours = prompts_of(others, LIMIT - 12)
     ids = [engine.add_request(p, greedy(10)) for p in neighbours]
     victim = engine.add_request([POISON] * prompt, greedy(30))
@@ -285,3 +292,25 @@ def test_a_request_can_leave_and_others_come_while_one_computes_again_what_faile
     done = bounded(engine, 60)
     assert done[late].outputs[0].token_ids == continuation([6] * 9, 3, KINDS[kind])
     assert neighbour not in done or done[neighbour].error is None
+
+
+@given(
+    st.sampled_from(sorted(KINDS)), st.sampled_from([fake_model, async_model]), st.sampled_from([4, 16, 64]), st.integers(2, 4),
+    st.integers(1, 6), st.integers(0, 12), st.integers(0, 2**32),
+)  # fmt: skip
+@settings(max_examples=60, deadline=None)
+def test_a_fault_that_depends_on_the_context_ends_what_reaches_it_and_nothing_else(
+    kind: str, model: Any, page_size: int, room: int, seqs: int, more: int, seed: int
+) -> None:
+    """Also where pages are short and some are preempted, and with outputs that share pages."""
+    pages = 1 + len(KINDS[kind]) * room * -(-(2 * LIMIT) // page_size)
+    fails = lambda batch: max(batch.context_lens) > LIMIT
+    engine = deep_engine(kind, fails, model=model, page_size=page_size, pages=pages, seqs=seqs, tokens=seqs + more)
+    prompts, counts = prompts_of(8, LIMIT + 10, seed), [3 + (seed >> i) % 30 for i in range(8)]
+    ids = [engine.add_request(p, greedy(c, n=1 + i % 2), priority=i % 3) for i, (p, c) in enumerate(zip(prompts, counts))]
+    done = bounded(engine, 4000)
+    for number, prompt, count in zip(ids, prompts, counts):
+        fits, right = len(prompt) + count - 1 <= LIMIT, continuation(prompt, count, KINDS[kind])
+        for output in done[number].outputs:
+            assert output.finish_reason == ("length" if fits else "error")
+            assert output.token_ids == right[: count if fits else len(output.token_ids)]

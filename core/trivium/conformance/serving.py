@@ -213,7 +213,8 @@ def judge_failure(lab: Lab) -> Verdict:
 
 
 def judge_lasting_failure(lab: Lab) -> Verdict:
-    """Every step with a certain token fails: its request ends with the fault, the others go on, and all pages come back."""
+    """Every step with a certain token fails: its request ends with the fault, the others go on, and all pages come back. The token
+    stands far behind what one step computes, so that a backend with large pages computes several steps again before it."""
     neighbours = greedy((5, 20, 1), 20, avoid=MARK)
     want = plain(lab, neighbours)
 
@@ -225,7 +226,8 @@ def judge_lasting_failure(lab: Lab) -> Verdict:
         numbers = [engine.add_request(r.prompt, r.params) for r in neighbours]
         for _ in range(6):
             engine.step()
-        victim = engine.add_request([MARK] * 50, SamplingParams(max_tokens=20, **GREEDY))
+        prompt = [*greedy((3 * BUDGET,), 1, avoid=MARK)[0].prompt, MARK]
+        victim = engine.add_request(prompt, SamplingParams(max_tokens=20, **GREEDY))
         done = finish(engine)
         if done[victim].outputs[0].finish_reason != "error":
             raise Mismatch("the request whose steps fail did not end with an error")
