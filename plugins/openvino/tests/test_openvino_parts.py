@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -109,3 +110,16 @@ def test_the_kit_finds_nothing_wrong() -> None:
 
     report = run_conformance("openvino", areas=["rules", "fusions", "pages", "sampler"])
     assert report.ok, str(report)
+
+
+def test_a_probe_reports_to_nobody_and_forks_nothing():
+    script = (
+        "import os, sys, threading\n"
+        "os.register_at_fork(before=lambda: print('forked'))\n"
+        "from trivium_openvino.plugin import OpenVinoBackend\n"
+        "assert OpenVinoBackend().probe().devices\n"
+        "print('openvino_telemetry' in sys.modules, threading.active_count())\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    made = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, check=True)
+    assert made.stdout == "False 1\n"

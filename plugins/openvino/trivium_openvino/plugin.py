@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import contextlib
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, cast
 
 from trivium.errors import InvalidRequestError, UnsupportedError
 from trivium.plugin import API_VERSION, Backend, Capabilities, Device, Kernel, Probe, Session, hookimpl
@@ -18,6 +20,18 @@ _ALIKE = {"float32": ("u8", "float32", "float16"), "bfloat16": ("u8", "bfloat16"
 """KV formats that OpenVINO's CPU kernels take for each activation dtype."""
 
 
+@contextlib.contextmanager
+def _unreported() -> Iterator[None]:
+    """openvino is imported inside as where its telemetry package is not installed: with it, the import reports itself to the maker,
+    from a process that it forks off a thread of this one."""
+    absent = sys.modules.setdefault("openvino_telemetry", cast(Any, None)) is None
+    try:
+        yield
+    finally:
+        if absent:
+            del sys.modules["openvino_telemetry"]
+
+
 class OpenVinoBackend(Backend):
     """OpenVINO's devices; see lowering.py for how a Program becomes a model."""
 
@@ -28,8 +42,8 @@ class OpenVinoBackend(Backend):
 
     def probe(self) -> Probe:
         try:
-            import openvino as ov
-
+            with _unreported():
+                import openvino as ov
             core = ov.Core()
             names = [name for name in core.available_devices if name.split(".")[0] in ("CPU", "GPU", "NPU")]
             devices = tuple(_device(core, i, name, ov.__version__) for i, name in enumerate(names))
