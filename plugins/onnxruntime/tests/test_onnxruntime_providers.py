@@ -121,15 +121,3 @@ def test_paged_attention_has_the_schema_that_the_readme_names_and_no_kernel_on_t
     assert "(num_blocks, block_size, kv_num_heads, cache_head_size)" in cache
     held = {k.provider for k in state.get_all_opkernel_def() if k.op_name == "PagedAttention"}
     assert CPU not in held
-
-
-@pytest.mark.cuda
-def test_the_kit_finds_no_fault_on_a_gpu():
-    backend = OnnxBackend()
-    devices = [d for d in backend.probe().devices if d.name == "cuda:0"]
-    if not devices:
-        pytest.skip(about_cuda())
-    lab = Lab(backend, devices[0], backend.capabilities(devices[0]), backend.kernels(devices[0]), {})
-    areas = ["rules", "operators", "fusions", "formats", "pages", "sampler", "models"]
-    rows = [check.run() for check in collect_checks(lab, areas)]
-    assert {r.name: r.detail for r in rows if r.status == "failed"} == {}
