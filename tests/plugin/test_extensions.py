@@ -195,7 +195,7 @@ def test_a_weight_format_from_a_plugin_is_read_as_the_numbers_it_stands_for(plug
     make_checkpoint(tmp_path / "plain", "llama")
     write_safetensors(tmp_path / "plain" / "model.safetensors", meant)
     checkpoint = open_checkpoint(tmp_path / "quantised")
-    assert set(checkpoint.names()) == set(meant)
+    assert set(checkpoint.tensors) == set(meant)
     for name, array in meant.items():
         np.testing.assert_array_equal(checkpoint.tensor(name).decode(), array)
     weight = checkpoint.tensor("model.layers.0.mlp.up_proj.weight")

@@ -21,7 +21,7 @@ def test_a_folder_gives_configuration_and_tensors(tmp_path: Path) -> None:
     assert checkpoint.path == tmp_path
     assert checkpoint.config["hidden_size"] == 4
     assert checkpoint.generation_config == {}
-    assert set(checkpoint.names()) == set(hf_tensors())
+    assert set(checkpoint.tensors) == set(hf_tensors())
     assert {n: checkpoint.tensor(n).nbytes for n in hf_tensors()} == {n: t.nbytes for n, t in hf_tensors().items()}
     for name, want in hf_tensors().items():
         weight = checkpoint.tensor(name)
@@ -43,7 +43,7 @@ def test_a_tied_head_is_the_embedding(tmp_path: Path, config: dict[str, Any]) ->
     checkpoint = open_checkpoint(hf_folder(tmp_path, without_head(), **config))
     assert checkpoint.config["tie_word_embeddings"] is True
     np.testing.assert_array_equal(checkpoint.tensor("lm_head.weight").decode(), hf_tensors()[EMBEDDING])
-    assert "lm_head.weight" not in checkpoint.names()
+    assert "lm_head.weight" not in checkpoint.tensors
 
 
 def test_an_untied_head_that_is_missing_is_an_error(tmp_path: Path) -> None:
@@ -81,7 +81,7 @@ def test_prefixes_are_normalised(stored: str, canonical: str) -> None:
 def test_a_multimodal_checkpoint_reads_like_its_text_model(tmp_path: Path, prefix: str) -> None:
     stored = {prefix + (n if prefix == "language_model." else n.removeprefix("model.")): t for n, t in without_head().items()}
     checkpoint = open_checkpoint(hf_folder(tmp_path, stored))
-    assert set(checkpoint.names()) == set(without_head())
+    assert set(checkpoint.tensors) == set(without_head())
     np.testing.assert_array_equal(checkpoint.tensor(EMBEDDING).decode(), hf_tensors()[EMBEDDING])
 
 
@@ -121,7 +121,7 @@ def test_pickled_weights_are_never_loaded(tmp_path: Path, name: str) -> None:
 
 def test_pickled_weights_beside_safetensors_are_ignored(tmp_path: Path) -> None:
     write_folder(hf_folder(tmp_path), {"pytorch_model.bin": b"\x80\x04"})
-    assert EMBEDDING in open_checkpoint(tmp_path).names()
+    assert EMBEDDING in open_checkpoint(tmp_path).tensors
 
 
 @pytest.mark.parametrize(("name", "words"), [("m.safetensors", "give the folder"), ("m.onnx", "no model file")])

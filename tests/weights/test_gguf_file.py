@@ -209,7 +209,7 @@ def read_all(path: Path) -> None:
         warnings.simplefilter("ignore")
         checkpoint = open_checkpoint(path)
         checkpoint.tokenizer_data()
-        for name in checkpoint.names():
+        for name in checkpoint.tensors:
             checkpoint.tensor(name).decode()
 
 

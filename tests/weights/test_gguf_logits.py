@@ -80,7 +80,7 @@ def convert(folder: Path, architecture: str, more: dict[str, np.ndarray] | None 
     source = open_checkpoint(folder)
     names = gguf.get_tensor_name_map(ARCHITECTURES[architecture], source.config["num_hidden_layers"])
     tensors = {}
-    for name in source.names():
+    for name in source.tensors:
         new = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert new is not None
         tensors[new] = converted_tensor(name, source.tensor(name).decode(), source.config)

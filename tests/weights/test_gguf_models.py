@@ -58,7 +58,7 @@ def test_names_are_those_that_the_packages_converter_maps_from(tmp_path: Path, a
     assert checkpoint.config["architectures"] == [hf_class]
     names = gguf.get_tensor_name_map(arch, 2)
     stored = {t.name: t for t in gguf.GGUFReader(checkpoint.path).tensors}
-    found = {names.get_name(name, try_suffixes=(".weight", ".bias")): name for name in checkpoint.names()}
+    found = {names.get_name(name, try_suffixes=(".weight", ".bias")): name for name in checkpoint.tensors}
     assert found.keys() == stored.keys()
     for gguf_name, name in found.items():
         assert checkpoint.tensor(name).data.tobytes() == stored[gguf_name].data.tobytes()
@@ -145,7 +145,7 @@ def test_o44_rope_freqs_of_ones_change_nothing(tmp_path: Path) -> None:
         with_ones = opened(tmp_path, "llama", {"rope_freqs.weight": np.ones(4, np.float32)})
     assert "rope_parameters" not in with_ones.config
     assert with_ones.config == opened(tmp_path, "llama").config
-    assert "rope_freqs.weight" not in with_ones.names()
+    assert "rope_freqs.weight" not in with_ones.tensors
 
 
 @pytest.mark.faults
@@ -168,7 +168,7 @@ def test_o44_other_unknown_tensors_give_one_warning_and_no_stop(tmp_path: Path) 
     with pytest.warns(UserWarning, match=r"blk.0.strange_0.weight.* and 2 more") as caught:
         checkpoint = opened(tmp_path, "llama", unknown)
     assert len(caught) == 1
-    assert not any("strange" in name for name in checkpoint.names())
+    assert not any("strange" in name for name in checkpoint.tensors)
 
 
 def test_gemma2(tmp_path: Path) -> None:

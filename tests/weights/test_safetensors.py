@@ -144,7 +144,7 @@ def test_o48_a_header_length_of_2_to_the_62_is_refused(tmp_path: Path) -> None:
 def test_o48_without_the_index_both_shards_load(tmp_path: Path) -> None:
     (sharded_folder(tmp_path) / INDEX).unlink()
     checkpoint = open_checkpoint(tmp_path)
-    assert set(checkpoint.names()) == set(hf_tensors())
+    assert set(checkpoint.tensors) == set(hf_tensors())
     for name, want in hf_tensors().items():
         np.testing.assert_array_equal(checkpoint.tensor(name).decode(), want)
 

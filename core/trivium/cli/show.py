@@ -56,8 +56,8 @@ def add_inspect(parser: argparse.ArgumentParser) -> None:
 def inspect(args: argparse.Namespace) -> int:
     """The traced Program, the fused one, and how each weight would become resident."""
     p = _plan(args)
-    weights = [_weight(c, w, f, exact) for c, w, f, exact in p.routes if w is not None]
-    total = sum({(c.source, c.rows): w.nbytes for c, w, _, _ in p.routes if w is not None}.values())
+    weights = [_weight(c, w, f, exact) for c, w, f, exact in p.routes if c.array is None]
+    total = sum({(c.source, c.rows): w.nbytes for c, w, _, _ in p.routes if c.array is None}.values())
     if args.json:
         programs = {"before": str(p.traced).splitlines(), "after": str(p.program).splitlines()}
         print(json.dumps({**_facts(p), "program": programs, "weights": weights, "weight_bytes": total}))

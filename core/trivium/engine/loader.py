@@ -18,7 +18,7 @@ from trivium.engine.executor import Model
 from trivium.extensions import blame, expect
 from trivium.kv import Layout, plan_groups
 from trivium.kv.neutral import rotations
-from trivium.models import build, describe
+from trivium.models import arrange, build, describe
 from trivium.models.lora import Target, with_lora
 from trivium.ops import Constant, Group, KVSpec, Program, Weight, rewrite
 from trivium.plugin import Backend, Capabilities, Device, Executable, Session, WeightFormat, resolve as resolve_backend
@@ -112,7 +112,7 @@ class Plan(NamedTuple):
     capabilities: Capabilities
     traced: Program
     program: Program
-    routes: tuple[tuple[Constant, Weight | None, WeightFormat, bool], ...]
+    routes: tuple[tuple[Constant, Weight, WeightFormat, bool], ...]
     max_model_len: int
     targets: Sequence[Target]
     options: LoadOptions
@@ -145,6 +145,7 @@ def plan(
         raise InvalidRequestError(f"kv_dtype {options.kv_dtype!r}: {reason}", param="kv_dtype")
     path = resolve_model(model, progress=progress)
     checkpoint = open_checkpoint(path)
+    checkpoint = replace(checkpoint, tensors=arrange(checkpoint.config, checkpoint.tensors))
     positions = describe(checkpoint.config).max_positions
     max_model_len = options.max_model_len or positions
     if max_model_len > positions:
@@ -200,7 +201,7 @@ def _load_into(
     vocab_size = min(p.program.vocab_size, tokenizer.vocab_size)
     program = replace(p.program, vocab_size=vocab_size)
     executable = expect(Executable, session.compile(program, weights), f"backend {p.backend.name!r}: compile()")
-    routes = tuple(Route(c.value.name, w.format, f.name, exact, w.nbytes) for c, w, f, exact in p.routes if w is not None)
+    routes = tuple(Route(c.value.name, w.format, f.name, exact, w.nbytes) for c, w, f, exact in p.routes if c.array is None)
     formats = blake2b(repr([(r.name, r.resident) for r in routes]).encode(), digest_size=8).hexdigest()
     producer = f"{p.backend.name} {p.backend.version}, activations {dtype}, weight formats {formats}"
     return Loaded(
@@ -249,14 +250,13 @@ def _check_choice(param: str, value: str | None, possible: tuple[str, ...], capa
         raise InvalidRequestError(f"{param} {value!r}: {reason}; choose from auto, {known}", param=param)
 
 
-def _route(constant: Constant, head: bool, embeds: bool, p: Plan) -> tuple[Constant, Weight | None, WeightFormat, bool]:
+def _route(constant: Constant, head: bool, embeds: bool, p: Plan) -> tuple[Constant, Weight, WeightFormat, bool]:
     """The constant, its (sliced) checkpoint tensor, its resident format and whether that is lossless. `head`: the tensor is that of
     the output projection; `embeds`: the constant is an embedding's table."""
     formats, checkpoint = {f.name: f for f in p.capabilities.weight_formats}, p.checkpoint
     if constant.array is not None:
-        return constant, None, formats["float32"], True
-    if constant.source not in checkpoint.names():
-        raise CheckpointError(f"{checkpoint.path} lacks the tensor {constant.source}; is the download complete?")
+        array = constant.array
+        return constant, Weight(constant.source, array.shape, "float32", array, lambda data: data), formats["float32"], True
     weight = checkpoint.tensor(constant.source)
     if constant.rows is not None:
         weight = weight.slice_rows(*constant.rows)
@@ -299,7 +299,7 @@ def _quantised_parts(quantize: str | None) -> dict[str, str]:
 
 def _load_weights(session: Session, p: Plan, progress: Callable[[int, int], None] | None) -> dict[str, Any]:
     """Every constant's handle by name; a tensor that two constants share (a tied head) is made resident once."""
-    total = sum(w.nbytes for _, w, _, _ in p.routes if w is not None)
+    total = sum(w.nbytes for _, w, _, _ in p.routes)
     loaded: dict[str, Any] = {}
     resident_once: dict[tuple[str, tuple[int, int] | None, str], Any] = {}
     done = 0
@@ -307,17 +307,12 @@ def _load_weights(session: Session, p: Plan, progress: Callable[[int, int], None
         key = (constant.source, constant.rows, resident.name)
         if key not in resident_once:
             with blame(f"backend {p.backend.name!r}: load({constant.value.name!r}, {resident.name!r})"):
-                resident_once[key] = session.load(weight or _as_weight(constant), resident.name)
+                resident_once[key] = session.load(weight, resident.name)
         loaded[constant.value.name] = resident_once[key]
-        done += weight.nbytes if weight is not None else 0
+        done += weight.nbytes
         if progress is not None:
             progress(done, total)
     return loaded
-
-
-def _as_weight(constant: Constant) -> Weight:
-    assert constant.array is not None
-    return Weight(constant.value.name, constant.array.shape, "float32", constant.array, lambda data: data)
 
 
 def _page_size(sizes: tuple[int, ...], asked: int | None) -> int:

@@ -14,20 +14,23 @@ from trivium.models import gemma, llama
 from trivium.models.config import ModelInfo, RawConfig, count, flag, flatten, number, read_info, table
 from trivium.models.decoder import Decoder
 from trivium.ops import Program
+from trivium.weights.checkpoint import Tensors
 
 __all__ = [
-    "ARCHITECTURES", "Decoder", "Family", "ModelInfo", "RawConfig", "build", "count", "describe", "flag", "number", "read_info",
-    "table",
+    "ARCHITECTURES", "Decoder", "Family", "ModelInfo", "RawConfig", "arrange", "build", "count", "describe", "flag", "number",
+    "read_info", "table",
 ]  # fmt: skip
 
 
 class Family(NamedTuple):
     """`build(info, max_model_len)` traces the Program; `defaults`: what configuration files of the family may leave out;
-    `read(architecture, configuration with defaults)`: the checked sizes, for a family that writes them under other keys."""
+    `read(architecture, configuration with defaults)`: the checked sizes, for a family that writes them under other keys;
+    `arrange(configuration, tensors)`: the tensors as the Program names them, for a family whose checkpoints cut them otherwise."""
 
     build: Callable[[ModelInfo, int | None], Program]
     defaults: RawConfig
     read: Callable[[str, RawConfig], ModelInfo] = read_info
+    arrange: Callable[[RawConfig, Tensors], Tensors] = lambda config, tensors: tensors
 
 
 ARCHITECTURES: Mapping[str, Family] = {
@@ -61,6 +64,11 @@ def build(config: RawConfig, *, max_model_len: int | None = None) -> Program:
     return _family(config)[1].build(describe(config), max_model_len)
 
 
+def arrange(config: RawConfig, tensors: Tensors) -> Tensors:
+    """The checkpoint's tensors by the names of the Program, each made when it is called. Raises as `describe`."""
+    return _family(config)[1].arrange(config, tensors)
+
+
 def _family(config: RawConfig) -> tuple[str, Family]:
     names = config.get("architectures")
     if not isinstance(names, list | tuple) or not names or not isinstance(names[0], str):
@@ -69,7 +77,8 @@ def _family(config: RawConfig) -> tuple[str, Family]:
         return names[0], ARCHITECTURES[names[0]]
     family, what = find("model", names[0], Family)
     if family is not None:
-        return names[0], Family(blame(what)(family.build), family.defaults, blame(what)(family.read))
+        calls = [blame(what)(call) for call in (family.build, family.read, family.arrange)]
+        return names[0], Family(calls[0], family.defaults, *calls[1:])
     import difflib
 
     known = [*ARCHITECTURES, *installed("model")]

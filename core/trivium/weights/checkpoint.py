@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -38,27 +38,23 @@ class Checkpoint:
     """A model as it lies on disk. Tensors are memory-mapped and read only when they are used.
 
     config and generation_config: as in config.json and generation_config.json. fingerprint: SHA-256 over configuration, headers and
-    samples of the data; cheap, and it tells models apart. _tensors: by canonical name, each made when it is called.
+    samples of the data; cheap, and it tells models apart. tensors: by canonical name, each made when it is called.
     """
 
     path: Path
     config: Json
     generation_config: Json
     fingerprint: str
-    _tensors: Tensors
+    tensors: Tensors
     _tokenizer: Callable[[], Json]
-
-    def names(self) -> Collection[str]:
-        """The canonical names of all tensors."""
-        return self._tensors.keys()
 
     def tensor(self, name: str) -> Weight:
         """One tensor. A tied lm_head.weight is the embedding. CheckpointError if the checkpoint has none of that name."""
-        if name == HEAD and name not in self._tensors and self.config["tie_word_embeddings"]:
+        if name == HEAD and name not in self.tensors and self.config["tie_word_embeddings"]:
             name = EMBEDDING
-        if name not in self._tensors:
+        if name not in self.tensors:
             raise CheckpointError(f"{self.path} has no tensor {name!r}; an incomplete checkpoint, or another architecture?")
-        return self._tensors[name]()
+        return self.tensors[name]()
 
     def tokenizer_data(self) -> Json:
         """What a tokenizer is made of: {"kind": "json", "tokenizer_json", "config", "chat_template"}, {"kind": "plugin", "path",

@@ -1,0 +1,64 @@
+"""Tiny random models of the families outside the core, made by transformers: what their Programs are judged against."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from trivium.models import arrange
+from trivium.ops import Program
+from trivium.weights import Checkpoint, open_checkpoint
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": 320, "hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 512, "tie_word_embeddings": False,
+    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+_EXPERTS = {"num_experts_per_tok": 2, "num_local_experts": 6}
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral": ("Mixtral", _EXPERTS),
+    "mixtral-window": ("Mixtral", {**_EXPERTS, "sliding_window": 7, "num_experts_per_tok": 3}),
+    "qwen3-moe": ("Qwen3Moe", {
+        "num_experts_per_tok": 3, "num_experts": 8, "moe_intermediate_size": 24, "head_dim": 24, "norm_topk_prob": True,
+    }),
+    "qwen3-moe-sparse": ("Qwen3Moe", {
+        "num_experts_per_tok": 2, "num_experts": 5, "moe_intermediate_size": 40, "head_dim": 16, "decoder_sparse_step": 2,
+        "num_hidden_layers": 4, "mlp_only_layers": [3], "attention_bias": True, "tie_word_embeddings": True,
+    }),
+}  # fmt: skip
+"""transformers' name of the family and what the case adds to the sizes that all have."""
+
+
+def oracle_model(name: str, folder: Path) -> Any:
+    """transformers' model of the case with seeded numbers, which is saved to `folder`."""
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    torch.set_num_threads(1)
+    family, sizes = CASES[name]
+    config = getattr(transformers, f"{family}Config")(**{**_SIZES, **sizes})
+    config._attn_implementation = "eager"
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    generator = torch.Generator().manual_seed(len(name))
+    for key, parameter in [*model.named_parameters(), *model.named_buffers()]:
+        if "inv_freq" not in key and parameter.dtype.is_floating_point:
+            noise = torch.empty_like(parameter).normal_(generator=generator)
+            flat = parameter.dim() < 2
+            parameter.data.copy_(parameter.data * flat + noise * (0.1 if flat else 1.2 * parameter.shape[-1] ** -0.5))
+    model.save_pretrained(folder)
+    return model
+
+
+def weights_of(program: Program, checkpoint: Checkpoint) -> dict[str, np.ndarray]:
+    """float32 arrays of the checkpoint's tensors that the Program names."""
+    tensors = arrange(checkpoint.config, checkpoint.tensors)
+    tied = "model.embed_tokens.weight"
+    sources = {c.source for c in program.constants if c.array is None}
+    return {source: tensors[source if source in tensors else tied]().decode() for source in sources}
+
+
+def open_case(name: str, folder: Path) -> tuple[Any, Checkpoint]:
+    """transformers' model and the checkpoint that it wrote."""
+    model = oracle_model(name, folder)
+    return model, open_checkpoint(folder)
