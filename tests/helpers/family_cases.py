@@ -16,6 +16,7 @@ _SIZES: dict[str, Any] = {
     "num_key_value_heads": 2, "max_position_embeddings": 512, "tie_word_embeddings": False,
     "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
 }  # fmt: skip
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
 _EXPERTS = {"num_experts_per_tok": 2, "num_local_experts": 6}
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -28,6 +29,20 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "num_experts_per_tok": 2, "num_experts": 5, "moe_intermediate_size": 40, "head_dim": 16, "decoder_sparse_step": 2,
         "num_hidden_layers": 4, "mlp_only_layers": [3], "attention_bias": True, "tie_word_embeddings": True,
     }),
+    "olmo2": ("Olmo2", {}),
+    "olmo2-biases": ("Olmo2", {"attention_bias": True, "num_key_value_heads": 4, "tie_word_embeddings": True}),
+    "olmo3": ("Olmo3", {"num_hidden_layers": 5, "sliding_window": 7}),
+    "olmo3-yarn": ("Olmo3", {"num_hidden_layers": 4, "sliding_window": 6, "rope_scaling": YARN}),
+    "smollm3": ("SmolLM3", {"num_hidden_layers": 5}),
+    "smollm3-windows": ("SmolLM3", {
+        "no_rope_layers": [0, 1, 1], "use_sliding_window": True, "sliding_window": 6, "attention_bias": True, "mlp_bias": True,
+    }),
+    "granite": ("Granite", {
+        "embedding_multiplier": 3.0, "logits_scaling": 4.0, "residual_multiplier": 0.3, "attention_multiplier": 0.1,
+    }),
+    "glm4": ("Glm4", {"head_dim": 24}),
+    "glm4-no-bias": ("Glm4", {"head_dim": 16, "attention_bias": False, "tie_word_embeddings": True}),
+    "cohere2": ("Cohere2", {"num_hidden_layers": 5, "sliding_window": 7, "tie_word_embeddings": True, "logit_scale": 0.3}),
 }  # fmt: skip
 """transformers' name of the family and what the case adds to the sizes that all have."""
 
