@@ -1,4 +1,7 @@
-"""Weights that a checkpoint cuts otherwise than the Program: an expert a tensor, where `moe_experts` wants one tensor for all."""
+"""Weights that a checkpoint cuts otherwise than the Program: an expert a tensor, where `moe_experts` wants one tensor for all.
+
+They are read when a backend asks for their data, and not kept: between opening and loading, a model takes no memory.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +17,42 @@ from trivium.models import RawConfig
 from trivium.ops import Weight
 
 Make = Callable[[], Weight]
+Array = npt.NDArray[Any]
+PLAIN = ("float32", "float16", "bfloat16")
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.+)")
 
 
-class Stacked(Weight):
-    """Weights of one shape and format as one with a new first dimension. Their data is read and joined when it is asked for, and
-    not kept: between opening and loading, a model takes no memory."""
+class Lazy(Weight):
+    """A weight whose data is made each time it is asked for."""
+
+    def __init__(
+        self, name: str, shape: tuple[int, ...], format: str, make: Callable[[], Array],
+        decoder: Callable[[Array], npt.NDArray[np.float32]], origin: str, nbytes: int,
+    ) -> None:  # fmt: skip
+        fields = {"name": name, "shape": shape, "format": format, "decoder": decoder, "origin": origin}
+        for field, value in {**fields, "_make": make, "_nbytes": nbytes}.items():
+            object.__setattr__(self, field, value)
+
+    _make: Callable[[], Array]
+    _nbytes: int
+
+    @property
+    def data(self) -> Array:
+        return self._make()
+
+    @property
+    def nbytes(self) -> int:
+        return self._nbytes
+
+    def slice_rows(self, start: int, stop: int) -> Weight:
+        origin = self.origin and f"{self.origin}[{start}:{stop}]"
+        nbytes = self._nbytes * (stop - start) // self.shape[0]
+        shape = (stop - start, *self.shape[1:])
+        return Lazy(self.name, shape, self.format, lambda: self.data[start:stop], self.decoder, origin, nbytes)
+
+
+class Stacked(Lazy):
+    """Weights of one shape and format as one with a new first dimension."""
 
     def __init__(self, name: str, parts: Sequence[Weight]) -> None:
         first = parts[0]
@@ -27,31 +60,43 @@ class Stacked(Weight):
             raise CheckpointError(f"{odd[0].name} is {odd[0].format}{list(odd[0].shape)}, but {first.name} is "
                                   f"{first.format}{list(first.shape)}; they must agree")  # fmt: skip
         origin = "".join(f"({p.origin})" for p in parts) if all(p.origin for p in parts) else ""
-        fields = {
-            "name": name,
-            "shape": (len(parts), *first.shape),
-            "format": first.format,
-            "decoder": self._decode,
-            "origin": origin,
-        }
-        for field, value in {**fields, "parts": parts}.items():
-            object.__setattr__(self, field, value)
+        nbytes = sum(p.nbytes for p in parts)
+        super().__init__(name, (len(parts), *first.shape), first.format, self._stack, self._decode, origin, nbytes)
+        object.__setattr__(self, "_parts", parts)
 
-    parts: Sequence[Weight]
+    _parts: Sequence[Weight]
 
-    @property
-    def data(self) -> npt.NDArray[Any]:
-        return np.stack([p.data for p in self.parts])
+    def _stack(self) -> Array:
+        return np.stack([p.data for p in self._parts])
 
-    @property
-    def nbytes(self) -> int:
-        return sum(p.nbytes for p in self.parts)
+    def _decode(self, data: Array) -> npt.NDArray[np.float32]:
+        decode, shape = self._parts[0].decoder, self._parts[0].shape
+        return np.stack([decode(one).reshape(shape) for one in data])
 
-    def slice_rows(self, start: int, stop: int) -> Weight:
-        return Stacked(self.name, self.parts[start:stop])
 
-    def _decode(self, data: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
-        return np.stack([part.decoder(one).reshape(part.shape) for part, one in zip(self.parts, data, strict=True)])
+class Rearranged(Lazy):
+    """The numbers of a weight in another order, or some of them: `take` of its array[shape]. A plain float stays what it is; of any
+    other format the decoded float32 numbers are taken."""
+
+    def __init__(self, name: str, weight: Weight, take: Callable[[Array], Array]) -> None:
+        plain = weight.format in PLAIN
+        shape = take(np.broadcast_to(np.float32(0), weight.shape)).shape
+        size = int(np.prod(shape)) * (weight.data.itemsize if plain else 4)
+        format, decoder = (weight.format, weight.decoder) if plain else ("float32", _same)
+        super().__init__(name, shape, format, self._taken, decoder, "", size)
+        object.__setattr__(self, "_source", weight)
+        object.__setattr__(self, "_take", take)
+
+    _source: Weight
+    _take: Callable[[Array], Array]
+
+    def _taken(self) -> Array:
+        source = self._source
+        return np.ascontiguousarray(self._take(source.data if source.format in PLAIN else source.decode()))
+
+
+def _same(data: Array) -> npt.NDArray[np.float32]:
+    return data
 
 
 def stack_experts(config: RawConfig, tensors: Mapping[str, Make], *, names: Mapping[str, str] | None = None) -> Mapping[str, Make]:

@@ -18,7 +18,14 @@ _SIZES: dict[str, Any] = {
 }  # fmt: skip
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
 _EXPERTS = {"num_experts_per_tok": 2, "num_local_experts": 6}
-
+_ROUTED = {
+    "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_shared_experts": 2, "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.7,
+}  # fmt: skip
+_LATENT = {
+    "q_lora_rank": 20, "kv_lora_rank": 28, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 16,
+    "num_key_value_heads": 4,
+}  # fmt: skip
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("Mixtral", _EXPERTS),
     "mixtral-window": ("Mixtral", {**_EXPERTS, "sliding_window": 7, "num_experts_per_tok": 3}),
@@ -28,6 +35,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-moe-sparse": ("Qwen3Moe", {
         "num_experts_per_tok": 2, "num_experts": 5, "moe_intermediate_size": 40, "head_dim": 16, "decoder_sparse_step": 2,
         "num_hidden_layers": 4, "mlp_only_layers": [3], "attention_bias": True, "tie_word_embeddings": True,
+    }),
+    "glm4-moe": ("Glm4Moe", {**_ROUTED, "head_dim": 24, "use_qk_norm": True, "attention_bias": True}),
+    "glm4-moe-groups": ("Glm4Moe", {**_ROUTED, "head_dim": 16, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 0}),
+    "deepseek-v2": ("DeepseekV2", {**_ROUTED, **_LATENT, "q_lora_rank": None}),
+    "deepseek-v2-groups": ("DeepseekV2", {
+        **_ROUTED, **_LATENT, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2, "attention_bias": True,
+    }),
+    "deepseek-v3": ("DeepseekV3", {**_ROUTED, **_LATENT, "n_group": 2, "topk_group": 1}),
+    "deepseek-v3-yarn": ("DeepseekV3", {
+        **_ROUTED, **_LATENT, "n_group": 4, "topk_group": 2, "q_lora_rank": None,
+        "rope_scaling": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.7},
     }),
     "olmo2": ("Olmo2", {}),
     "olmo2-biases": ("Olmo2", {"attention_bias": True, "num_key_value_heads": 4, "tie_word_embeddings": True}),

@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 from trivium.kv import plan_groups
-from trivium.ops import Batch, PagedKV, PagedState, Program, Weight
+from trivium.ops import Batch, Program, StateSpec, Weight
 from trivium.ops.sample import plain_inputs
+from trivium.ops.state import state_of
 
 Spans = Sequence[tuple[int, int, int]]
 
@@ -87,8 +88,8 @@ class PagedRunner(Runner):
     def forward(self, batch: Batch) -> np.ndarray:
         values: dict[Any, Any] = {c.value: self._constants[c.value.name] for c in self._program.constants}
         values |= {v: getattr(batch, v.name) for v in self._program.inputs}
-        for i, (state, (k, v)) in enumerate(zip(self._program.states, self._stores)):
-            values[state.value] = PagedState(k, v, batch.block_tables[i], batch.slot_mapping[i])
+        for i, (state, store) in enumerate(zip(self._program.states, self._stores)):
+            values[state.value] = state_of(state.spec, store, batch.block_tables[i], batch.slot_mapping[i])
         for call in self._program.calls:
             result = call.op(*(None if a is None else values[a] for a in call.args), **call.attrs)
             values |= dict(zip(call.results, result if isinstance(result, tuple) else (result,)))
@@ -120,9 +121,8 @@ def constant_arrays(program: Program, weights: Mapping[str, np.ndarray]) -> dict
     return {c.value.name: weights[c.source][rows[c.value.name]] if c.array is None else c.array for c in program.constants}
 
 
-def _nan_store(spec: PagedKV, pages: int, page_size: int) -> tuple[np.ndarray, np.ndarray]:
-    shape = (pages, page_size, spec.kv_heads, spec.head_dim)
-    return np.full(shape, np.nan, np.float32), np.full(shape, np.nan, np.float32)
+def _nan_store(spec: StateSpec, pages: int, page_size: int) -> list[np.ndarray]:
+    return [np.full((pages, *shape), np.nan, np.float32) for shape in spec.page_shapes(page_size)]
 
 
 def run_in_chunks(runner: Runner, prompts: Sequence[Sequence[int]], chunk: int, *, decode: int = 0) -> list[np.ndarray]:
