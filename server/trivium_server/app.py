@@ -8,7 +8,10 @@ import secrets
 from collections.abc import Mapping
 from typing import Any
 
-from trivium_server import anthropic, ollama, openai_chat, openai_completions, openai_embeddings, openai_responses, service
+from trivium_server import (
+    anthropic, ollama, openai_batches, openai_chat, openai_completions, openai_embeddings, openai_files, openai_responses, service,
+)  # fmt: skip
+from trivium_server.batches import Batches
 from trivium_server.faults import ErrorShape, Refusal, anthropic_error, ollama_error, openai_error, refusal, unavailable
 from trivium_server.http import Call, Exchange, Gone, Receive, Route, Send, answer, encode, too_large
 from trivium_server.meters import Meters
@@ -16,8 +19,8 @@ from trivium_server.models import Models
 from trivium_server.settings import Key, Settings
 
 ROUTES: tuple[Route, ...] = (
-    *openai_chat.ROUTES, *openai_completions.ROUTES, *openai_embeddings.ROUTES, *openai_responses.ROUTES, *anthropic.ROUTES,
-    *ollama.ROUTES, *service.ROUTES,
+    *openai_chat.ROUTES, *openai_completions.ROUTES, *openai_embeddings.ROUTES, *openai_responses.ROUTES, *openai_files.ROUTES,
+    *openai_batches.ROUTES, *anthropic.ROUTES, *ollama.ROUTES, *service.ROUTES,
 )  # fmt: skip
 _LONGEST_ID = 128
 _ALLOWED = "authorization, x-api-key, content-type, x-request-id, anthropic-version, anthropic-beta"
@@ -41,13 +44,18 @@ class App:
         self.active = 0
         """Calls under way, apart from those that only ask how the server is."""
         self._idle = asyncio.Event()
+        self.batches = None if self.settings.batch_dir is None else Batches(self, self.settings.batch_dir)
         self._exact: dict[str, dict[str, Route]] = {}
-        self._prefix: dict[str, dict[str, Route]] = {}
-        for route in ROUTES:
-            head, is_open, _ = route.path.partition("{")
-            (self._prefix if is_open else self._exact).setdefault(head, {})[route.method] = route
+        self._named: dict[tuple[str, str], dict[str, Route]] = {}
+        for route in sorted(ROUTES, key=lambda route: -len(route.path.partition("}")[2])):  # the longest end is tried first
+            head, is_open, end = route.path.partition("{")
+            at = self._named.setdefault((head, end.partition("}")[2]), {}) if is_open else self._exact.setdefault(head, {})
+            at[route.method] = route
 
     async def __call__(self, scope: Mapping[str, Any], receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._live(receive, send)
+            return
         if scope["type"] != "http":
             raise RuntimeError(f"only HTTP is spoken here, not {scope['type']}")
         headers = dict(scope["headers"])
@@ -61,9 +69,21 @@ class App:
         except Exception as error:
             await self._refuse(exchange, shape, refusal(error), call.request_id)
 
+    async def _live(self, receive: Receive, send: Send) -> None:
+        """From the server's start to its end."""
+        while (await receive())["type"] == "lifespan.startup":
+            if self.batches is not None:
+                await self.batches.start()
+            await send({"type": "lifespan.startup.complete"})
+        if self.batches is not None:
+            await self.batches.close()
+        await send({"type": "lifespan.shutdown.complete"})
+
     async def drain(self, seconds: float) -> None:
-        """Takes nothing new, and waits up to `seconds` for what runs."""
+        """Takes nothing new, and waits up to `seconds` for what runs. Requests of batches go back to where they waited."""
         self.draining = True
+        if self.batches is not None:
+            await self.batches.stop()
         if self.active:
             self._idle.clear()
             with contextlib.suppress(TimeoutError):
@@ -86,7 +106,7 @@ class App:
         if route is None:
             names = ", ".join(sorted(methods))
             raise Refusal(405, "no_method", f"{method} is not possible here, only {names}", headers={"allow": names})
-        call = Call(self, call.request_id, headers, key, rest, call.arrival)
+        call = Call(self, call.request_id, headers, key, rest, call.arrival, scope["query_string"])
         if route.open:
             await answer(route, call, exchange, b"")
             return
@@ -97,10 +117,15 @@ class App:
     async def _answer(self, route: Route, call: Call, exchange: Exchange) -> None:
         self.active += 1
         try:
-            limit = self.settings.max_body
+            limit, seconds = self.settings.max_body, self.settings.body_timeout
+            if route.upload:
+                limit, seconds = self.settings.max_upload, seconds * max(1.0, self.settings.max_upload / limit)
             if int(call.headers.get(b"content-length", b"0") or 0) > limit:
                 raise too_large(limit)
-            body = await exchange.body(limit, self.settings.body_timeout)
+            if route.upload:
+                await answer(route, call, exchange, exchange.pieces(limit, seconds))
+                return
+            body = await exchange.body(limit, seconds)
             await exchange.unless_gone(answer(route, call, exchange, body))
         finally:
             self.active -= 1
@@ -112,9 +137,9 @@ class App:
         found = self._exact.get(path)
         if found is not None:
             return found, ""
-        for head, routes in self._prefix.items():
-            if path.startswith(head) and len(path) > len(head):
-                return routes, path[len(head) :]
+        for (head, end), routes in self._named.items():
+            if path.startswith(head) and path.endswith(end) and len(path) > len(head) + len(end):
+                return routes, path[len(head) : len(path) - len(end)]
         return {}, ""
 
     def _key(self, headers: Mapping[bytes, bytes]) -> Key | None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import re
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
+from urllib.parse import parse_qsl
 
 import msgspec
 
@@ -22,11 +25,15 @@ Receive = Callable[[], Awaitable[Mapping[str, Any]]]
 Send = Callable[[Mapping[str, Any]], Awaitable[None]]
 encode: Callable[[Any], bytes] = msgspec.json.Encoder().encode
 JSON = "application/json"
+_PIECE = 1 << 20
+LAST = 2**31 - 1
+"""The priority of what may wait for everything else."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """One HTTP call that was let in. rest: what stands for {name} in the route's path. arrival: Unix seconds."""
+    """One HTTP call that was let in. rest: what stands for {name} in the route's path. arrival: Unix seconds. query: what follows
+    the path. background: nobody waits for the answer, so it comes after all others and may take its time."""
 
     app: App
     request_id: str
@@ -34,15 +41,18 @@ class Call:
     key: Key | None = None
     rest: str = ""
     arrival: float = field(default_factory=time.time)
+    query: bytes = b""
+    background: bool = False
 
     def options(self, body: object) -> dict[str, Any]:
         """trivium's Options of a request: the salt of the key, the deadline, and what the body says."""
         salt = (self.key.salt if self.key else "") + (getattr(body, "cache_salt", None) or "")
-        limits = [t for t in (self.app.settings.request_timeout, getattr(body, "timeout", None)) if t is not None]
+        own = None if self.background else self.app.settings.request_timeout
+        limits = [t for t in (own, getattr(body, "timeout", None)) if t is not None]
         options: dict[str, Any] = {"request_id": self.request_id, "cache_salt": salt}
         if limits:
             options["timeout"] = min(limits)
-        if priority := getattr(body, "priority", None):
+        if priority := LAST if self.background else getattr(body, "priority", None):
             options["priority"] = priority
         return options
 
@@ -53,6 +63,13 @@ class Plain(NamedTuple):
     body: bytes
     media: str = "text/plain; charset=utf-8"
     status: int = 200
+
+
+class Download(NamedTuple):
+    """A reply that is a file. It is shown by no browser, whatever is in it."""
+
+    path: Path
+    media: str = "application/octet-stream"
 
 
 def sse(event: Any) -> bytes:
@@ -86,9 +103,10 @@ Handler = Callable[[Call, Any], Awaitable[Any]]
 
 @dataclass(frozen=True)
 class Route:
-    """method and path ("/…/{name}": the rest of the path, slashes included), what answers, and the types that validate and describe
-    it: of the body, and of the reply (a media type where it is text). public: needs no key. open: is answered also while the server
-    drains."""
+    """method and path ("/…/{name}": the rest of the path, slashes included; "/…/{name}/tail"), what answers, and the types that
+    validate and describe it: of the body (of a GET: the query), and of the reply (a media type where it is no JSON). public: needs
+    no key. open: is answered also while the server drains. upload: the handler reads the body itself, piece by piece, and the type
+    only describes it."""
 
     method: str
     path: str
@@ -100,6 +118,7 @@ class Route:
     public: bool = False
     open: bool = False
     status: int = 200
+    upload: bool = False
 
 
 class Exchange:
@@ -111,23 +130,37 @@ class Exchange:
         self.started = False
         self._last = 0.0
 
-    async def body(self, limit: int, seconds: float) -> bytes:
-        """The whole body. Raises Refusal if it is too long or too slow, Gone if the client leaves."""
-        parts, size, more = [], 0, True
-        try:
-            async with asyncio.timeout(seconds):
-                while more:
+    async def pieces(self, limit: int, seconds: float) -> AsyncGenerator[bytes, None]:
+        """The body as it comes. Raises Refusal if it is too long or too slow, Gone if the client leaves."""
+        until, size, more = asyncio.get_running_loop().time() + seconds, 0, True
+        while more:
+            try:
+                async with asyncio.timeout_at(until):
                     message = await self._receive()
-                    if message["type"] == "http.disconnect":
-                        raise Gone
-                    parts.append(message.get("body", b""))
-                    size, more = size + len(parts[-1]), message.get("more_body", False)
-                    if size > limit:
-                        raise too_large(limit)
-        except TimeoutError:
-            late = f"the body has not arrived in {seconds:g} s"
-            raise Refusal(408, "body_timeout", late, headers={"connection": "close"}) from None
-        return b"".join(parts)
+            except TimeoutError:
+                late = f"the body has not arrived in {seconds:g} s"
+                raise Refusal(408, "body_timeout", late, headers={"connection": "close"}) from None
+            if message["type"] == "http.disconnect":
+                raise Gone
+            piece, more = message.get("body", b""), message.get("more_body", False)
+            size += len(piece)
+            if size > limit:
+                raise too_large(limit)
+            yield piece
+
+    async def body(self, limit: int, seconds: float) -> bytes:
+        """The whole body; raises as pieces()."""
+        return b"".join([piece async for piece in self.pieces(limit, seconds)])
+
+    async def download(self, file: Download) -> None:
+        """Sends a file, read as fast as the client takes it."""
+        with await asyncio.to_thread(file.path.open, "rb") as source:
+            left = os.fstat(source.fileno()).st_size
+            await self._start(200, {"content-type": file.media, "content-length": str(left)})
+            while left and (piece := await asyncio.to_thread(source.read, min(left, _PIECE))):
+                left -= len(piece)
+                await self._piece(piece)
+        await self._send({"type": "http.response.body", "body": b""})
 
     async def reply(self, body: bytes, media: str = JSON, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
         """Sends a whole reply."""
@@ -197,28 +230,51 @@ def too_large(limit: int) -> Refusal:
 _PLACE = re.compile(r" - at `(?:key in )?\$\.?(.*)`$")
 
 
-def decode(body: bytes, kind: Any) -> Any:
-    """A body as its type. Raises Refusal with the place of what is wrong."""
+def decode(body: bytes, kind: Any, what: str = "the body") -> Any:
+    """A body as its type. Raises Refusal with the place of what is wrong; what: the whole is called so."""
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
-        place = _PLACE.search(str(error))
-        field, what = (place[1] if place else ""), _PLACE.sub("", str(error))
-        message = f"{field or 'the body'}: {what[0].lower()}{what[1:]}"
-        raise bad(message, field.partition("[")[0].partition(".")[0] or None) from None
+        raise _misfit(error, what) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise bad(f"the body is not valid JSON: {str(error) or 'nested too deeply'}") from None
+        raise bad(f"{what} is not valid JSON: {str(error) or 'nested too deeply'}") from None
 
 
-async def answer(route: Route, call: Call, exchange: Exchange, body: bytes) -> None:
-    """Runs a route's handler and sends what it returns; errors that come before the reply began are raised."""
-    reply = await route.handler(call, None if route.body is None else decode(body, route.body))
+def decode_query(query: bytes, kind: Any) -> Any:
+    """As decode(), of what follows a path; numbers are read from their text."""
+    try:
+        return msgspec.convert(dict(parse_qsl(query.decode("latin-1"), max_num_fields=100)), kind, strict=False)
+    except msgspec.ValidationError as error:
+        raise _misfit(error, "the query") from None
+    except ValueError as error:
+        raise bad(f"the query can't be read: {error}") from None
+
+
+def _misfit(error: msgspec.ValidationError, what: str) -> Refusal:
+    place = _PLACE.search(str(error))
+    field, wrong = (place[1] if place else ""), _PLACE.sub("", str(error))
+    return bad(f"{field or what}: {wrong[0].lower()}{wrong[1:]}", field.partition("[")[0].partition(".")[0] or None)
+
+
+async def answer(route: Route, call: Call, exchange: Exchange, body: bytes | AsyncGenerator[bytes, None]) -> None:
+    """Runs a route's handler and sends what it returns; errors that come before the reply began are raised. body: what has arrived,
+    or for an upload what arrives."""
+    reply = await route.handler(call, _given(route, call, body))
     if isinstance(reply, Stream):
         await exchange.stream(reply, lambda fault: route.error(told(call, fault), call.request_id), call.app.settings.ping)
     elif isinstance(reply, Plain):
         await exchange.reply(reply.body, reply.media, reply.status)
+    elif isinstance(reply, Download):
+        await exchange.download(reply)
     else:
         await exchange.reply(encode(reply), status=route.status)
+
+
+def _given(route: Route, call: Call, body: Any) -> Any:
+    """What the handler gets."""
+    if route.upload or route.body is None:
+        return body if route.upload else None
+    return decode_query(call.query, route.body) if route.method == "GET" else decode(body, route.body)
 
 
 def told(call: Call, fault: BaseException) -> Refusal:

@@ -23,7 +23,7 @@ def document(routes: Iterable[Route]) -> dict[str, Any]:
     refs = dict(zip(types, schemas, strict=True))
     paths: dict[str, Any] = {}
     for route in known:
-        paths.setdefault(route.path, {})[route.method.lower()] = _operation(route, refs)
+        paths.setdefault(route.path, {})[route.method.lower()] = _operation(route, refs, components)
     schemes = {"bearer": {"type": "http", "scheme": "bearer"}, "key": {"type": "apiKey", "in": "header", "name": "x-api-key"}}
     return {
         "openapi": "3.1.0", "info": {"title": "trivium", "version": trivium.__version__}, "paths": paths,
@@ -31,7 +31,7 @@ def document(routes: Iterable[Route]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _operation(route: Route, refs: dict[Any, Any]) -> dict[str, Any]:
+def _operation(route: Route, refs: dict[Any, Any], components: dict[str, Any]) -> dict[str, Any]:
     content = {route.reply: {}} if isinstance(route.reply, str) else {"application/json": {"schema": refs.get(route.reply, {})}}
     done: dict[str, Any] = {"description": "Done", "content": content}
     operation: dict[str, Any] = {
@@ -40,11 +40,18 @@ def _operation(route: Route, refs: dict[Any, Any]) -> dict[str, Any]:
     }  # fmt: skip
     if route.body is not None and "stream" in {field.name for field in msgspec.structs.fields(route.body)}:
         done["content"]["application/x-ndjson" if route.path.startswith("/api/") else "text/event-stream"] = {}
-    if route.body is not None:
-        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": refs[route.body]}}}
+    parameters: list[dict[str, Any]] = []
     if "{" in route.path:
-        name = route.path.partition("{")[2].rstrip("}")
-        operation["parameters"] = [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}}]
+        name = route.path.partition("{")[2].partition("}")[0]
+        parameters.append({"name": name, "in": "path", "required": True, "schema": {"type": "string"}})
+    if route.body is not None and route.method == "GET":
+        asked = components[route.body.__name__]["properties"]
+        parameters += [{"name": name, "in": "query", "schema": schema} for name, schema in asked.items()]
+    elif route.body is not None:
+        media = "multipart/form-data" if route.upload else "application/json"
+        operation["requestBody"] = {"required": True, "content": {media: {"schema": refs[route.body]}}}
+    if parameters:
+        operation["parameters"] = parameters
     if route.public:
         operation["security"] = []
     return operation

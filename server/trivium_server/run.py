@@ -62,7 +62,7 @@ def serve(models: Models, settings: Settings, sock: socket.socket) -> int:
     """
     app = App(models, settings)
     config = uvicorn.Config(
-        app, http="httptools", loop="uvloop", lifespan="off", log_level="warning", access_log=False, server_header=False,
+        app, http="httptools", loop="uvloop", lifespan="on", log_level="warning", access_log=False, server_header=False,
         timeout_keep_alive=75, timeout_graceful_shutdown=1,
     )  # fmt: skip
     server = _Server(config)

@@ -6,6 +6,7 @@ import hashlib
 import hmac
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,10 @@ class Keys:
     def __bool__(self) -> bool:
         return bool(self._keys)
 
+    def of_digest(self, digest: bytes) -> Key | None:
+        """The key with this SHA-256, if it is (still) one."""
+        return next((key for key in self._keys if hmac.compare_digest(key.digest, digest)), None)
+
     def find(self, text: bytes) -> Key | None:
         """The key that a client gave, if it is one. Takes the same time whichever of them it is."""
         digest = hashlib.sha256(text).digest()
@@ -54,7 +59,11 @@ class Settings:
     request's headers; body_timeout: seconds in which a body must have arrived. request_timeout: seconds until an answer is ended,
     waiting included; None: never. max_prompts: of one request, each counted n times. shutdown_timeout: seconds in which what runs
     may finish after SIGTERM. timings: every answer tells its times, not only those that ask for it. vllm_metrics: /metrics has each
-    name also with vllm: in place of trivium:. ping: seconds of silence after which a stream says that it is alive."""
+    name also with vllm: in place of trivium:. ping: seconds of silence after which a stream says that it is alive.
+
+    batch_dir: folder of files and batches; None: there are none. batch_parallel: requests of batches that run at a time.
+    max_upload: bytes of a file with what is around it; batch_max_lines: requests of a batch; batch_max_open: batches of a key that
+    are under way; batch_storage: bytes of all files of a key."""
 
     keys: Keys = field(default_factory=Keys)
     origins: tuple[str, ...] = ()
@@ -67,3 +76,9 @@ class Settings:
     timings: bool = False
     vllm_metrics: bool = False
     ping: float = 15.0
+    batch_dir: Path | None = None
+    batch_parallel: int = 32
+    max_upload: int = 200 << 20
+    batch_max_lines: int = 50_000
+    batch_max_open: int = 100
+    batch_storage: int = 10 << 30

@@ -40,7 +40,7 @@ def running(
     exact = {"backend": "reference", "dtype": "float32", "progress": False}
     llm = AsyncLLM(folder, **{**exact, **(loading or {})})
     app = App(Models([Served("tiny", llm)], [("other", "tiny")]), Settings(keys=Keys(map(Key.of, keys)), **settings))
-    config = uvicorn.Config(app, http="httptools", loop="uvloop", lifespan="off", log_level="warning", access_log=False)
+    config = uvicorn.Config(app, http="httptools", loop="uvloop", lifespan="on", log_level="warning", access_log=False)
     server = uvicorn.Server(config)
     with socket.create_server(("127.0.0.1", 0)) as sock:
         thread = threading.Thread(target=lambda: asyncio.Runner(loop_factory=config.get_loop_factory()).run(server.serve([sock])))

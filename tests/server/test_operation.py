@@ -210,7 +210,10 @@ def test_a_second_signal_ends_at_once(folder):
 
 @pytest.mark.parametrize(
     ("flags", "words"),
-    [(["--api-key", ""], "printable"), (["--api-key-file", "/nothing"], "No such file"), (["--host", "300.1.1.1"], "can't listen")],
+    [
+        (["--api-key", ""], "printable"), (["--api-key-file", "/nothing"], "No such file"),
+        (["--host", "300.1.1.1"], "can't listen"), (["--batch-dir", "/dev/null/x"], "Not a directory"),
+    ],
 )  # fmt: skip
 def test_bad_flags_end_with_one_line(folder, flags, words):
     with command(folder, *flags) as process:

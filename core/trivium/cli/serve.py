@@ -30,6 +30,12 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--max-waiting-requests", type=number(int, 1), default=1024, metavar="N", help="then 429 (default: 1024)")
     group.add_argument("--max-waiting-tokens", type=number(int, 1), metavar="N", help="prompt tokens that may wait, then 429")
     group.add_argument("--max-body", type=number(int, 1), default=32 << 20, metavar="BYTES", help="largest body (default: 32 MiB)")
+    group.add_argument("--batch-dir", type=Path, metavar="FOLDER", help="keeps files and batches here (default: there are none)")
+    group.add_argument("--batch-parallel", type=number(int, 1), default=32, metavar="N", help="requests of batches at a time (32)")
+    group.add_argument("--max-upload", type=number(int, 1), default=200 << 20, metavar="BYTES", help="largest file (200 MiB)")
+    group.add_argument(
+        "--batch-storage", type=number(int, 1), default=10 << 30, metavar="BYTES", help="of all files of a key (10 GiB)"
+    )
     group.add_argument("--request-metrics", action="store_true", help="every answer tells its times")
     group.add_argument("--vllm-metrics", action="store_true", help="/metrics has each name also with vllm: in place of trivium:")
 
@@ -47,7 +53,8 @@ def serve(args: argparse.Namespace) -> int:
     settings = Settings(
         keys=_keys(args), origins=tuple(args.allowed_origins or ()), max_body=args.max_body,
         request_timeout=args.request_timeout, shutdown_timeout=args.shutdown_timeout, timings=args.request_metrics,
-        vllm_metrics=args.vllm_metrics,
+        vllm_metrics=args.vllm_metrics, batch_dir=args.batch_dir, batch_parallel=args.batch_parallel,
+        max_upload=args.max_upload, batch_storage=args.batch_storage,
     )  # fmt: skip
     names, models = args.served_model_name or [], [_named(text) for text in args.model]
     models[0] = (names[0] if names else models[0][0], models[0][1])
@@ -55,6 +62,11 @@ def serve(args: argparse.Namespace) -> int:
     if twice:
         raise UsageError(f"trivium serve: two models are called {twice[0]}; give one another name: NAME=MODEL")
     limits = {"max_waiting_requests": args.max_waiting_requests, "max_waiting_tokens": args.max_waiting_tokens}
+    try:
+        if args.batch_dir is not None:
+            args.batch_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"trivium serve: --batch-dir {args.batch_dir}: {error.strerror or error}") from error
     try:
         sock = listen(args.host, args.port)
     except OSError as error:
