@@ -168,7 +168,9 @@ def _stop(output: CompletionOutput) -> tuple[str, str | None]:
     """(stop_reason, stop_sequence)."""
     if output.finish_reason == "stop" and isinstance(output.stop_reason, str):
         return "stop_sequence", output.stop_reason
-    return {"length": "max_tokens", "tool_calls": "tool_use"}.get(output.finish_reason or "", "end_turn"), None
+    return {"length": "max_tokens", "tool_calls": "tool_use", "content_filter": "refusal"}.get(
+        output.finish_reason or "", "end_turn"
+    ), None
 
 
 def _begun(block: Block) -> Object:
@@ -191,7 +193,7 @@ async def messages(call: Call, body: MessageRequest) -> MessageReply | Stream:
     name = new_id("msg_")
     if body.stream:
         return Stream(_events(call, work, name, timed), named, b"", ping=b'event: ping\ndata: {"type":"ping"}\n\n')
-    [output] = await work.whole(call.app.meters)
+    [output] = await call.app.moderation.whole(call, work)
     tally = Tally()
     tally.add(0, output)
     reason, sequence = _stop(output.outputs[0])
@@ -205,7 +207,7 @@ async def messages(call: Call, body: MessageRequest) -> MessageReply | Stream:
 async def _events(call: Call, work: Work, name: str, timed: bool) -> AsyncGenerator[Object, None]:
     tally, blocks = Tally(), Blocks()
     reason: tuple[str, str | None] = ("end_turn", None)
-    async with contextlib.aclosing(work.stream(call.app.meters)) as news:
+    async with contextlib.aclosing(call.app.moderation.stream(call, work)) as news:
         async for number, output in news:
             tally.add(number, output)
             if not output.outputs and not output.finished:

@@ -16,6 +16,7 @@ from trivium_server.faults import ErrorShape, Refusal, anthropic_error, ollama_e
 from trivium_server.http import Call, Exchange, Gone, Receive, Route, Send, answer, encode, too_large
 from trivium_server.meters import Meters
 from trivium_server.models import Models
+from trivium_server.moderation import Moderation
 from trivium_server.settings import Key, Settings
 
 ROUTES: tuple[Route, ...] = (
@@ -40,6 +41,7 @@ class App:
         self.models = models
         self.settings = settings or Settings()
         self.meters = Meters(models, aliases=self.settings.vllm_metrics)
+        self.moderation = Moderation(self.settings.moderation)
         self.draining = False
         self.active = 0
         """Calls under way, apart from those that only ask how the server is."""

@@ -125,8 +125,8 @@ def _figures(tally: Tally, reason: str | None) -> Object:
     m = tally.metrics
     whole, prompt, made = (None, None, None) if m is None else (m.e2e_time, m.prefill_time, m.decode_time)
     return {
-        "done": True, "done_reason": "length" if reason == "length" else "stop", "total_duration": _ns(whole), "load_duration": 0,
-        "prompt_eval_count": tally.prompt_tokens, "prompt_eval_duration": _ns(prompt), "eval_count": tally.made,
+        "done": True, "done_reason": reason if reason in ("length", "content_filter") else "stop", "total_duration": _ns(whole),
+        "load_duration": 0, "prompt_eval_count": tally.prompt_tokens, "prompt_eval_duration": _ns(prompt), "eval_count": tally.made,
         "eval_duration": _ns(made),
     }  # fmt: skip
 
@@ -200,7 +200,7 @@ def _loaded(served: Served, empty: Object) -> Object:
 async def _answer(call: Call, body: _Common, work: Work, piece: Any) -> Object | Stream:
     if body.stream is not False:
         return Stream(_lines(call, body, work, piece), line, b"", "application/x-ndjson", b"")
-    [output] = await work.whole(call.app.meters)
+    [output] = await call.app.moderation.whole(call, work)
     tally = Tally()
     tally.add(0, output)
     one = output.outputs[0]
@@ -217,7 +217,7 @@ async def _lines(call: Call, body: _Common, work: Work, piece: Any) -> AsyncGene
     tally, calls, reason = Tally(), _Calls(), None
     head = {"model": work.served.name}
     empty = CompletionOutput(0, "", [], None)
-    async with contextlib.aclosing(work.stream(call.app.meters)) as news:
+    async with contextlib.aclosing(call.app.moderation.stream(call, work)) as news:
         async for number, output in news:
             tally.add(number, output)
             if not output.outputs and not output.finished:

@@ -113,7 +113,7 @@ async def chat(call: Call, body: ChatRequest) -> ChatCompletion | Stream:
     name = new_id("chatcmpl-")
     if body.stream:
         return Stream(_chunks(call, body, work, name, timed))
-    [output] = await work.whole(call.app.meters)
+    [output] = await call.app.moderation.whole(call, work)
     tally = Tally()
     tally.add(0, output)
     return ChatCompletion(
@@ -140,7 +140,7 @@ async def _chunks(call: Call, body: ChatRequest, work: Work, name: str, timed: b
     head = {"id": name, "object": "chat.completion.chunk", "created": int(call.arrival), "model": work.served.name}
     wanted = body.stream_options or None
     tally = Tally()
-    async with contextlib.aclosing(work.stream(call.app.meters)) as news:
+    async with contextlib.aclosing(call.app.moderation.stream(call, work)) as news:
         async for number, output in news:
             tally.add(number, output)
             if not output.outputs and not output.finished:

@@ -135,7 +135,7 @@ async def complete(call: Call, body: CompletionRequest) -> Completion | Stream:
     writers = [_Writer(body, work.served, p, i * work.params.n) for i, p in enumerate(work.prompts)]
     if body.stream:
         return Stream(_chunks(call, body, work, head, writers, timed))
-    outputs = await work.whole(call.app.meters)
+    outputs = await call.app.moderation.whole(call, work)
     tally = Tally()
     choices = []
     for number, (writer, request) in enumerate(zip(writers, outputs, strict=True)):
@@ -149,7 +149,7 @@ async def _chunks(
 ) -> AsyncGenerator[Object, None]:
     wanted = body.stream_options
     tally = Tally()
-    async with contextlib.aclosing(work.stream(call.app.meters)) as news:
+    async with contextlib.aclosing(call.app.moderation.stream(call, work)) as news:
         async for number, output in news:
             tally.add(number, output)
             if not output.outputs and not output.finished:

@@ -17,6 +17,8 @@ from trivium_server.structure import json_object, json_schema
 from trivium_server.work import Tally, Work, sampling, template_arguments
 
 _TEXTS = ("input_text", "output_text", "text")
+_CUT = {"length": "max_output_tokens", "content_filter": "content_filter"}
+"""Finish reasons of an answer that is not whole, as incomplete_details calls them."""
 
 
 class ResponseRequest(Struct, kw_only=True):
@@ -176,7 +178,7 @@ class _Writer:
         """As it stands."""
         body, tally = self._body, self.tally
         timed = self._call.app.settings.timings or bool(body.include_metrics)
-        cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
+        cut = {"reason": _CUT[self.reason or ""]} if status == "incomplete" else None
         return Response(
             id=self.id, created_at=int(self._call.arrival), model=self._work.served.name, status=status, error=error,
             output=[self.item(block, "incomplete" if status == "incomplete" else "completed") for block in blocks],
@@ -196,7 +198,7 @@ class _Writer:
 
     def end(self) -> str:
         """The status that the finish reason means."""
-        return "incomplete" if self.reason == "length" else "completed"
+        return "incomplete" if self.reason in _CUT else "completed"
 
     def item(self, block: Block, status: str, *, begun: bool = False) -> Object:
         """A block as an output item; begun: with nothing in it yet."""
@@ -239,7 +241,7 @@ class _Writer:
         closed = [self.event(f"{kind}.done", **place, **inside, **more, **_final(block))]
         if block.kind != "call":
             closed.append(self.event("content_part.done", **place, **inside, part=self.part(block.kind, block.text)))
-        status = "completed" if block.complete and self.reason != "length" else "incomplete"
+        status = "completed" if block.complete and self.reason not in _CUT else "incomplete"
         item = self.item(block, status)
         return [*closed, self.event("output_item.done", output_index=block.index, item=item)]
 
@@ -253,7 +255,7 @@ async def respond(call: Call, body: ResponseRequest) -> Response | Stream:
     writer = _Writer(call, body, work)
     if body.stream:
         return Stream(_events(call, work, writer), named, b"")
-    [output] = await work.whole(call.app.meters)
+    [output] = await call.app.moderation.whole(call, work)
     writer.tally.add(0, output)
     writer.reason = output.outputs[0].finish_reason
     return writer.response(writer.end(), whole(output.outputs[0]))
@@ -262,7 +264,7 @@ async def respond(call: Call, body: ResponseRequest) -> Response | Stream:
 async def _events(call: Call, work: Work, writer: _Writer) -> AsyncGenerator[Object, None]:
     blocks, begun = Blocks(), False
     try:
-        async with contextlib.aclosing(work.stream(call.app.meters)) as news:
+        async with contextlib.aclosing(call.app.moderation.stream(call, work)) as news:
             async for number, output in news:
                 writer.tally.add(number, output)
                 if not begun:

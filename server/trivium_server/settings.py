@@ -28,6 +28,11 @@ class Key:
         return cls(bytes.fromhex(digits))
 
     @property
+    def name(self) -> str:
+        """By which it can be told from others, and nobody can use it."""
+        return hashlib.sha256(b"name" + self.digest).hexdigest()[:12]
+
+    @property
     def salt(self) -> str:
         """Of the prefix cache. The digest itself is not shown."""
         return hashlib.sha256(b"salt" + self.digest).hexdigest()[:16]
@@ -63,7 +68,9 @@ class Settings:
 
     batch_dir: folder of files and batches; None: there are none. batch_parallel: requests of batches that run at a time.
     max_upload: bytes of a file with what is around it; batch_max_lines: requests of a batch; batch_max_open: batches of a key that
-    are under way; batch_storage: bytes of all files of a key."""
+    are under way; batch_storage: bytes of all files of a key.
+
+    moderation: names of plugins that judge requests and answers."""
 
     keys: Keys = field(default_factory=Keys)
     origins: tuple[str, ...] = ()
@@ -82,3 +89,4 @@ class Settings:
     batch_max_lines: int = 50_000
     batch_max_open: int = 100
     batch_storage: int = 10 << 30
+    moderation: tuple[str, ...] = ()

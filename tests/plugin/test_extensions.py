@@ -106,7 +106,8 @@ def parallel_folder(folder):
 
 
 def test_every_kind_has_a_hook_a_place_in_the_document_and_an_example(plugins):
-    assert {name for name in vars(Hooks) if name.startswith("trivium_")} == {f"trivium_{kind}" for kind in KINDS}
+    asked_by_the_core = {f"trivium_{kind}" for kind in KINDS if kind != "moderation"}  # which the server asks
+    assert {name for name in vars(Hooks) if name.startswith("trivium_")} == asked_by_the_core
     text = documented_plugins.DOCUMENT.read_text()
     assert all(f"| `trivium.{kind}s` |" in text for kind in KINDS if kind != "backend")
     assert plugins.keys() == {f"trivium.{kind}s" for kind in KINDS if kind != "backend"}

@@ -36,6 +36,7 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--batch-storage", type=number(int, 1), default=10 << 30, metavar="BYTES", help="of all files of a key (10 GiB)"
     )
+    group.add_argument("--moderation", action="append", metavar="NAME", help="a plugin that judges requests and answers")
     group.add_argument("--request-metrics", action="store_true", help="every answer tells its times")
     group.add_argument("--vllm-metrics", action="store_true", help="/metrics has each name also with vllm: in place of trivium:")
 
@@ -55,6 +56,7 @@ def serve(args: argparse.Namespace) -> int:
         request_timeout=args.request_timeout, shutdown_timeout=args.shutdown_timeout, timings=args.request_metrics,
         vllm_metrics=args.vllm_metrics, batch_dir=args.batch_dir, batch_parallel=args.batch_parallel,
         max_upload=args.max_upload, batch_storage=args.batch_storage,
+        moderation=tuple(args.moderation or ()),
     )  # fmt: skip
     names, models = args.served_model_name or [], [_named(text) for text in args.model]
     models[0] = (names[0] if names else models[0][0], models[0][1])
