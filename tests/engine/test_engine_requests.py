@@ -288,6 +288,7 @@ def test_the_clock_follows_the_definitions() -> None:
     assert (m.time_to_first_token, m.mean_itl, m.e2e_time, m.num_cached_tokens) == (4.0, 1.5, 7.0, 0)
     m = done[second].metrics
     assert (m.queue_time, m.prefill_time, m.decode_time, m.time_to_first_token) == (6.0, 1.5, 0.0, 7.5)
+    assert (done[first].metrics.arrival, m.arrival) == (10.0, 11.0)
     assert (m.mean_itl, m.num_cached_tokens, m.num_preemptions) == (None, 12, 0)
     assert (engine.stats.steps, engine.stats.device_seconds, engine.stats.host_seconds) == (5, 7.5, 0.0)
 

@@ -36,7 +36,8 @@ class Metrics(NamedTuple):
     num_restored_host_tokens and num_restored_disk_tokens: those of them that came back from a tier.
     num_draft_tokens, num_accepted_tokens: guesses that were checked, and those that came true. transfer_time: from the end of the
     prompt on one backend until its pages had come to another, to go on there. inter_token_latencies: the gaps that mean_itl is
-    the mean of, those of n outputs mixed.
+    the mean of, those of n outputs mixed. arrival: what the engine's clock (time.perf_counter, unless it was given another) said
+    then, so that these times can be laid beside others.
     """
 
     queue_time: float | None
@@ -55,6 +56,7 @@ class Metrics(NamedTuple):
     num_restored_disk_tokens: int = 0
     transfer_time: float = 0.0
     inter_token_latencies: tuple[float, ...] = ()
+    arrival: float = 0.0
 
 
 @dataclass(slots=True)  # as RequestOutput made in every step; freezing them would double what they cost
@@ -183,12 +185,11 @@ class Clock:
         return Metrics(
             queue_time=_span(self.arrival, self.first_scheduled), prefill_time=_span(self.first_scheduled, self.prefill_done),
             decode_time=_span(self.first_token, self.last_token), time_to_first_token=_span(self.arrival, self.first_token),
-            mean_itl=sum(self.gaps) / len(self.gaps) if self.gaps else None,
+            mean_itl=sum(self.gaps) / len(self.gaps) if self.gaps else None, inter_token_latencies=tuple(self.gaps),
             time_per_output_token=sum(self.gaps) / self.later_tokens if self.later_tokens else None, e2e_time=now - self.arrival,
             preempted_time=self.preempted_time, num_cached_tokens=self.cached_tokens, num_preemptions=self.preemptions,
             num_draft_tokens=self.drafted, num_accepted_tokens=self.accepted, num_restored_host_tokens=self.restored_tokens[0],
-            num_restored_disk_tokens=self.restored_tokens[1], transfer_time=self.transfer_time,
-            inter_token_latencies=tuple(self.gaps),
+            num_restored_disk_tokens=self.restored_tokens[1], transfer_time=self.transfer_time, arrival=self.arrival,
         )  # fmt: skip
 
 
