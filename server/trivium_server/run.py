@@ -7,6 +7,7 @@ import contextlib
 import os
 import signal
 import socket
+import ssl
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -40,6 +41,14 @@ class _Server(uvicorn.Server):
         yield
 
 
+def check_certificate(settings: Settings) -> None:
+    """Raises OSError or ValueError if HTTPS is wanted and can't be had from these files."""
+    if settings.certificate is not None:
+        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(settings.certificate, settings.private_key)
+    elif settings.private_key is not None:
+        raise ValueError("a private key was given without a certificate")
+
+
 def listen(host: str, port: int) -> socket.socket:
     """A bound socket; OSError says why not."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -63,7 +72,7 @@ def serve(models: Models, settings: Settings, sock: socket.socket) -> int:
     app = App(models, settings)
     config = uvicorn.Config(
         app, http="httptools", loop="uvloop", lifespan="on", log_level="warning", access_log=False, server_header=False,
-        timeout_keep_alive=75, timeout_graceful_shutdown=1,
+        timeout_keep_alive=75, timeout_graceful_shutdown=1, ssl_certfile=settings.certificate, ssl_keyfile=settings.private_key,
     )  # fmt: skip
     server = _Server(config)
 
@@ -80,7 +89,8 @@ def serve(models: Models, settings: Settings, sock: socket.socket) -> int:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop, number)
         host, port = sock.getsockname()[:2]
-        print(f"trivium: serving {', '.join(one.name for one in models)} at http://{host}:{port}", file=sys.stderr, flush=True)
+        scheme = "https" if config.is_ssl else "http"
+        print(f"trivium: serving {', '.join(one.name for one in models)} at {scheme}://{host}:{port}", file=sys.stderr, flush=True)
         await server.serve([sock])
 
     with contextlib.closing(models), asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:

@@ -8,7 +8,7 @@ import pytest
 from chat_models import make_chat_model
 from http_server import AUTH, running
 
-_NEEDED = ("msgspec", "uvicorn", "httptools", "uvloop", "prometheus_client", "python_multipart", "httpx")
+_NEEDED = ("msgspec", "uvicorn", "httptools", "uvloop", "prometheus_client", "python_multipart", "yaml", "httpx")
 collect_ignore_glob = [] if all(find_spec(name) for name in _NEEDED) else ["test_*.py"]
 
 
