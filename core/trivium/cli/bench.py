@@ -1,4 +1,5 @@
-"""`trivium bench latency` and `trivium bench throughput`: fixed lengths, warm-up, repeats, medians."""
+"""`trivium bench latency` and `trivium bench throughput`: fixed lengths, warm-up, repeats, medians. `trivium bench serve` is the
+server package's own."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
-from trivium.cli.parser import Parser, add_json, add_model, add_split, load_options, number, table
+from trivium.cli.parser import Parser, UsageError, add_json, add_model, add_split, load_options, number, table
 
 if TYPE_CHECKING:
     from trivium.api import LLM
@@ -23,13 +24,14 @@ Sample = dict[str, float]
 
 
 def add_bench(parser: Parser) -> None:
-    """The options of both kinds of measurement."""
+    """The options of each kind of measurement."""
     kinds = parser.add_subparsers(dest="kind", metavar="KIND", required=True, parser_class=Parser)
     latency = kinds.add_parser("latency", help="one request at a time: TTFT, prefill and decode tokens/s, the host's share")
     throughput = kinds.add_parser("throughput", help="many requests at once: output tokens/s")
     throughput.add_argument(
         "--num-requests", type=number(int, 1), metavar="N", default=32, help="requests given at once (default: 32)"
     )
+    kinds.add_parser("serve", help="load on a running server of OpenAI's dialect, ours or another").late = _add_serve
     latency.add_argument(
         "--profile", action="store_true",
         help="one more run in which every operator is timed: bytes, operations, and their share of this machine's ceilings",
@@ -46,6 +48,15 @@ def add_bench(parser: Parser) -> None:
         sub.add_argument("--repeat", type=number(int, 1), metavar="N", default=3, help="measured runs (default: 3)")
         sub.add_argument("--warmup", type=number(int, 0), metavar="N", default=1, help="runs before them (default: 1)")
         add_json(sub)
+
+
+def _add_serve(parser: Parser) -> None:
+    try:
+        from trivium_server.load import add_arguments
+    except ImportError as error:
+        need = "install the server with pip install 'trivium[server]'"
+        raise UsageError(f"trivium bench serve: {error.name} is missing; {need}") from error
+    add_arguments(parser)
 
 
 def bench(args: argparse.Namespace) -> int:

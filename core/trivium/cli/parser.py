@@ -20,7 +20,10 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse without abbreviations, which raises UsageError instead of printing the usage and leaving."""
+    """argparse without abbreviations, which raises UsageError instead of printing the usage and leaving. late: adds what is only
+    known, or imported, once the command is asked for."""
+
+    late: Callable[[Parser], None] | None = None
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **{**options, "allow_abbrev": False})
@@ -30,6 +33,9 @@ class Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As in argparse; what nobody knows is refused here, by the command whose flags could have been meant."""
+        if self.late is not None:
+            add, self.late = self.late, None
+            add(self)
         known, extra = super().parse_known_args(args, namespace)
         late = [a.dest for a in self._actions if a.nargs == "?" and not a.option_strings and getattr(known, a.dest) is None]
         if late and extra and not extra[0].startswith("-"):
