@@ -26,7 +26,7 @@ class Other(Moderator):
     async def before(self, asked):
         calls.append(asked)
     async def after(self, asked, text, final):
-        if text in ended:
+        if any(text.startswith(start) for start in ended):
             return "no more"
         if "boom" in ended:
             raise ValueError("the service is not there")
@@ -96,7 +96,8 @@ def test_an_answer_can_be_ended_in_every_dialect(quiet):
     assert choice["finish_reason"] == "content_filter" and choice["message"]["content"] == ""
     found = events(quiet.post(CHATS, json={**SAYS, "stream": True, "stream_options": {"include_usage": True}}).text)
     choices = [c for chunk in found[:-1] for c in chunk["choices"]]
-    assert "".join(c["delta"].get("content") or "" for c in choices) == "well, xyzz"
+    said = "".join(c["delta"].get("content") or "" for c in choices)
+    assert "well, xyzz".startswith(said)  # a reader that lags gets several tokens in a piece, and the piece is dropped whole
     assert [c["finish_reason"] for c in choices if c["finish_reason"]] == ["content_filter"]
     assert found[-1] == "[DONE]" and found[-2]["usage"]["completion_tokens"] >= 11
     [choice] = quiet.post("/v1/completions", json={**SAYS, "prompt": "a", "max_tokens": 50}).json()["choices"]
@@ -137,7 +138,7 @@ def test_one_output_ends_and_the_others_go_on(other, n):
     choices = [c for chunk in found[:-1] for c in chunk["choices"]]
     made = ["".join(c["text"] for c in choices if c["index"] == i) for i in range(2 * n)]
     reasons = [[c["finish_reason"] for c in choices if c["index"] == i and c["finish_reason"]] for i in range(2 * n)]
-    assert made == [texts[0][:5], *texts[1:]]
+    assert texts[0][:5].startswith(made[0]) and made[1:] == texts[1:]
     assert reasons == [["content_filter"], *[["length"]] * (2 * n - 1)]
 
 
