@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import AsyncGenerator, Mapping
+from dataclasses import replace
 from typing import Annotated, Any
 
 from msgspec import Meta, Struct
-from trivium import CompletionOutput, StructuredOutputs
+from trivium import CompletionOutput, RequestOutput, StructuredOutputs, errors
 
 from trivium_server.blocks import Block, Blocks, whole
 from trivium_server.faults import anthropic_error, bad
@@ -75,6 +76,11 @@ class MessageRequest(MessageCountRequest, kw_only=True):
     include_metrics: bool | None = None
     timeout: float | None = None
 
+    @property
+    def single(self) -> bool:
+        """Whether there may be one tool call at most."""
+        return self.tool_choice is not None and bool(self.tool_choice.disable_parallel_tool_use)
+
     def work(self, call: Call) -> Work:
         """Raises Refusal or a TriviumError."""
         served = call.app.models.find(self.model)
@@ -134,11 +140,16 @@ def _result(content: Any) -> Any:
     return content
 
 
+class ThinkingDetails(Struct):
+    thinking_tokens: int
+
+
 class MessageUsage(Struct, kw_only=True):
     """input_tokens: those that were not found in the prefix cache."""
 
     input_tokens: int
     output_tokens: int
+    output_tokens_details: ThinkingDetails
     cache_read_input_tokens: int = 0
     cache_creation_input_tokens: int = 0
 
@@ -160,12 +171,23 @@ class TokenCount(Struct):
 
 
 def _usage(tally: Tally) -> MessageUsage:
-    cached = tally.cached
-    return MessageUsage(input_tokens=tally.prompt_tokens - cached, output_tokens=tally.made, cache_read_input_tokens=cached)
+    cached, thought = tally.cached, ThinkingDetails(tally.reasoning)
+    return MessageUsage(
+        input_tokens=tally.prompt_tokens - cached, output_tokens=tally.made, output_tokens_details=thought,
+        cache_read_input_tokens=cached,
+    )  # fmt: skip
 
 
-def _stop(output: CompletionOutput) -> tuple[str, str | None]:
+def _to_the_end(work: Work) -> Work:
+    """The same with as many tokens as there is room for: clients of Anthropic ask for more than a small model can ever make, and
+    its service, too, ends such an answer where the context does."""
+    return replace(work, params=replace(work.params, max_tokens=None))
+
+
+def _stop(output: CompletionOutput, work: Work) -> tuple[str, str | None]:
     """(stop_reason, stop_sequence)."""
+    if output.finish_reason == "length" and work.params.max_tokens is None:
+        return "model_context_window_exceeded", None
     if output.finish_reason == "stop" and isinstance(output.stop_reason, str):
         return "stop_sequence", output.stop_reason
     return {"length": "max_tokens", "tool_calls": "tool_use", "content_filter": "refusal"}.get(
@@ -192,23 +214,27 @@ async def messages(call: Call, body: MessageRequest) -> MessageReply | Stream:
     timed = call.app.settings.timings or bool(body.include_metrics)
     name = new_id("msg_")
     if body.stream:
-        return Stream(_events(call, work, name, timed), named, b"", ping=b'event: ping\ndata: {"type":"ping"}\n\n')
-    [output] = await call.app.moderation.whole(call, work)
-    tally = Tally()
+        return Stream(_events(call, body, work, name, timed), named, b"", ping=b'event: ping\ndata: {"type":"ping"}\n\n')
+    try:
+        [output] = await call.app.moderation.whole(call, work)
+    except errors.ContextLengthError:
+        work = _to_the_end(work)
+        [output] = await call.app.moderation.whole(call, work)
+    tally = Tally(work.served.llm.tokenizer)
     tally.add(0, output)
-    reason, sequence = _stop(output.outputs[0])
-    content = [_done(block) for block in whole(output.outputs[0])]
+    reason, sequence = _stop(output.outputs[0], work)
+    content = [_done(block) for block in whole(output.outputs[0], single=body.single)]
     return MessageReply(
         id=name, model=work.served.name, content=content, stop_reason=reason, stop_sequence=sequence, usage=_usage(tally),
         metrics=timing(tally) if timed else None,
     )  # fmt: skip
 
 
-async def _events(call: Call, work: Work, name: str, timed: bool) -> AsyncGenerator[Object, None]:
-    tally, blocks = Tally(), Blocks()
+async def _events(call: Call, body: MessageRequest, work: Work, name: str, timed: bool) -> AsyncGenerator[Object, None]:
+    tally, blocks = Tally(work.served.llm.tokenizer), Blocks(single=body.single)
     reason: tuple[str, str | None] = ("end_turn", None)
-    async with contextlib.aclosing(call.app.moderation.stream(call, work)) as news:
-        async for number, output in news:
+    async with contextlib.aclosing(_news(call, work)) as news:
+        async for work, number, output in news:
             tally.add(number, output)
             if not output.outputs and not output.finished:
                 empty = MessageReply(id=name, model=work.served.name, content=[], stop_reason=None, usage=_usage(tally))
@@ -217,12 +243,27 @@ async def _events(call: Call, work: Work, name: str, timed: bool) -> AsyncGenera
                 for event in _changes(blocks, one):
                     yield event
                 if one.finish_reason is not None:
-                    reason = _stop(one)
+                    reason = _stop(one, work)
     for _, block, _ in blocks.close():
         yield {"type": "content_block_stop", "index": block.index}
     delta = {"stop_reason": reason[0], "stop_sequence": reason[1]}
     yield {"type": "message_delta", "delta": delta, "usage": _usage(tally), **({"metrics": timing(tally)} if timed else {})}
     yield {"type": "message_stop"}
+
+
+async def _news(call: Call, work: Work) -> AsyncGenerator[tuple[Work, int, RequestOutput], None]:
+    """What comes, and what it comes from."""
+    try:
+        async with contextlib.aclosing(call.app.moderation.stream(call, work)) as news:
+            async for number, output in news:
+                yield work, number, output
+        return
+    except errors.ContextLengthError:
+        if work.params.max_tokens is None:
+            raise
+    async with contextlib.aclosing(_news(call, _to_the_end(work))) as again:
+        async for found in again:
+            yield found
 
 
 _DELTAS = {

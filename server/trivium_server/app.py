@@ -12,7 +12,16 @@ from trivium_server import (
     anthropic, ollama, openai_batches, openai_chat, openai_completions, openai_embeddings, openai_files, openai_responses, service,
 )  # fmt: skip
 from trivium_server.batches import Batches
-from trivium_server.faults import ErrorShape, Refusal, anthropic_error, ollama_error, openai_error, refusal, unavailable
+from trivium_server.faults import (
+    ErrorShape,
+    Refusal,
+    anthropic_error,
+    anthropic_status,
+    ollama_error,
+    openai_error,
+    refusal,
+    unavailable,
+)
 from trivium_server.http import Call, Exchange, Gone, Receive, Route, Send, answer, encode, too_large
 from trivium_server.meters import Meters
 from trivium_server.models import Models
@@ -64,6 +73,8 @@ class App:
         call = Call(self, request_id(headers.get(b"x-request-id", b"")), headers)
         exchange = Exchange(receive, send, {"x-request-id": call.request_id, **self._cors(headers)})
         shape = shape_of(scope["path"])
+        if shape is anthropic_error:
+            exchange.headers["request-id"] = call.request_id  # where Anthropic's client looks for it
         try:
             await self._admit(scope, call, exchange)
         except Gone:
@@ -167,6 +178,8 @@ class App:
 
     async def _refuse(self, exchange: Exchange, shape: ErrorShape, fault: Refusal, request_id: str) -> None:
         self.meters.refused(fault.code)
+        if shape is anthropic_error:
+            fault = anthropic_status(fault)
         if not exchange.started:
             await exchange.reply(encode(shape(fault, request_id)), status=fault.status, headers=fault.headers)
 

@@ -28,8 +28,10 @@ class Block:
 class Blocks:
     """Takes the news of one output, or all of it at once, and says how blocks open, grow and close."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, single: bool = False) -> None:
+        """single: calls after the first are left out."""
         self.all: list[Block] = []
+        self._single = single
         self._open: Block | None = None
 
     def take(self, output: CompletionOutput) -> Iterator[tuple[Change, Block, str]]:
@@ -38,6 +40,8 @@ class Blocks:
             if text:
                 yield from self._grow(kind, text)  # type: ignore[arg-type]
         for call in output.tool_calls if output.events else ():
+            if self._single and call.index:
+                continue
             if call.id:
                 yield from self.close()
                 yield "open", self._opened(Block(len(self.all), "call", "", call.index, call.id, call.name, False)), ""
@@ -67,9 +71,9 @@ class Blocks:
         return block
 
 
-def whole(output: CompletionOutput) -> list[Block]:
+def whole(output: CompletionOutput, *, single: bool = False) -> list[Block]:
     """The blocks of a whole answer; calls that broke off must not be executed, and are left out."""
-    blocks = Blocks()
+    blocks = Blocks(single=single)
     for _ in blocks.take(output):
         pass
     return [block for block in blocks.all if block.complete]

@@ -64,8 +64,8 @@ _OPENAI = {
     504: "server_error",
 }  # fmt: skip
 _ANTHROPIC = {
-    401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large", 429: "overloaded_error",
-    503: "overloaded_error", 504: "timeout_error",
+    401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error",
+    503: "overloaded_error", 504: "timeout_error", 529: "overloaded_error",
 }  # fmt: skip
 
 
@@ -75,9 +75,14 @@ def openai_error(r: Refusal, request_id: str) -> dict[str, Any]:
     return {"error": {"message": r.message, "type": kind, "param": r.param, "code": r.code}}
 
 
+def anthropic_status(r: Refusal) -> Refusal:
+    """With Anthropic's own status of a server that has too much to do; 429 is for what one client asks too often."""
+    return Refusal(529, r.code, r.message, r.param, r.headers) if r.code == errors.OverloadedError.code else r
+
+
 def anthropic_error(r: Refusal, request_id: str) -> dict[str, Any]:
     """{"type": "error", "error": {"type", "message"}, "request_id"}."""
-    kind = _ANTHROPIC.get(r.status, "invalid_request_error" if r.status < 500 else "api_error")
+    kind = _ANTHROPIC.get(anthropic_status(r).status, "invalid_request_error" if r.status < 500 else "api_error")
     return {"type": "error", "error": {"type": kind, "message": r.message}, "request_id": request_id}
 
 

@@ -76,16 +76,15 @@ class Moderation:
             output.outputs = kept
         return outputs
 
-    async def stream(self, call: Call, work: Work) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-        """As Work.stream(); an output that is objected to ends there. Raises Refusal."""
-        asked = await self._before(call, work) if self._all else None
+    def stream(self, call: Call, work: Work) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        """As Work.stream(); an output that is objected to ends there. Its first step raises Refusal."""
+        return self._judged(call, work) if self._all else work.stream(call.app.meters)
+
+    async def _judged(self, call: Call, work: Work) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        asked = await self._before(call, work)
+        said: dict[tuple[int, int], str] = defaultdict(str)
+        ended: dict[int, set[int]] = defaultdict(set)
         async with contextlib.aclosing(work.stream(call.app.meters)) as news:
-            if asked is None:
-                async for pair in news:
-                    yield pair
-                return
-            said: dict[tuple[int, int], str] = defaultdict(str)
-            ended: dict[int, set[int]] = defaultdict(set)
             async for number, output in news:
                 output.outputs = [one for one in output.outputs if one.index not in ended[number]]
                 for place, one in enumerate(output.outputs):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from typing import Annotated
 
+import trivium
 from msgspec import Meta, Struct
 from trivium import CompletionOutput
 
@@ -114,7 +115,7 @@ async def chat(call: Call, body: ChatRequest) -> ChatCompletion | Stream:
     if body.stream:
         return Stream(_chunks(call, body, work, name, timed))
     [output] = await call.app.moderation.whole(call, work)
-    tally = Tally()
+    tally = Tally(work.served.llm.tokenizer)
     tally.add(0, output)
     return ChatCompletion(
         id=name, object="chat.completion", created=int(call.arrival), model=work.served.name,
@@ -124,7 +125,8 @@ async def chat(call: Call, body: ChatRequest) -> ChatCompletion | Stream:
 
 
 def _choice(output: CompletionOutput, body: ChatRequest) -> ChatChoice:
-    calls = [ToolCall(c.id, Function(c.name, c.arguments)) for c in output.tool_calls if c.complete]
+    found = _first(output.tool_calls) if body.parallel_tool_calls is False else output.tool_calls
+    calls = [ToolCall(c.id, Function(c.name, c.arguments)) for c in found if c.complete]
     message = Message(
         role="assistant", content=None if calls and not output.content else output.content, tool_calls=calls or None,
         reasoning=output.reasoning, reasoning_content=output.reasoning,
@@ -139,7 +141,7 @@ async def _chunks(call: Call, body: ChatRequest, work: Work, name: str, timed: b
     """The role of each output once, then what is new, then what was asked for behind."""
     head = {"id": name, "object": "chat.completion.chunk", "created": int(call.arrival), "model": work.served.name}
     wanted = body.stream_options or None
-    tally = Tally()
+    tally = Tally(work.served.llm.tokenizer)
     async with contextlib.aclosing(call.app.moderation.stream(call, work)) as news:
         async for number, output in news:
             tally.add(number, output)
@@ -147,7 +149,7 @@ async def _chunks(call: Call, body: ChatRequest, work: Work, name: str, timed: b
                 for index in range(work.params.n):
                     yield {**head, "choices": [_delta(index, {"role": "assistant", "content": ""}, None)]}
             for one in output.outputs:
-                delta = delta_of(one)
+                delta = delta_of(one, single=body.parallel_tool_calls is False)
                 if not delta and one.finish_reason is None and not one.logprobs:
                     continue
                 found = chat_logprobs(one.logprobs, body.alternatives or 0, body.return_tokens_as_token_ids)
@@ -169,8 +171,12 @@ def _delta(index: int, delta: Object, reason: str | None, logprobs: Object | Non
     return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
 
 
-def delta_of(output: CompletionOutput) -> Object:
-    """What is new of an answer, by field; empty if nothing is."""
+def _first(calls: Sequence[trivium.ToolCall]) -> Sequence[trivium.ToolCall]:
+    return [call for call in calls if call.index == 0]
+
+
+def delta_of(output: CompletionOutput, *, single: bool = False) -> Object:
+    """What is new of an answer, by field; empty if nothing is. single: without calls after the first."""
     delta: Object = {}
     if content := output.content:
         delta["content"] = content
@@ -178,7 +184,7 @@ def delta_of(output: CompletionOutput) -> Object:
         return delta
     if reasoning := output.reasoning:
         delta["reasoning"] = delta["reasoning_content"] = reasoning
-    if calls := output.tool_calls:
+    if calls := _first(output.tool_calls) if single else output.tool_calls:
         pieces = [_piece(c.index, c.id, c.name, c.arguments) for c in calls if c.id or c.arguments]
         delta |= {"tool_calls": pieces} if pieces else {}
     return delta

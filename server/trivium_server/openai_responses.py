@@ -49,6 +49,11 @@ class ResponseRequest(Struct, kw_only=True):
     timeout: float | None = None
     include_metrics: bool | None = None
 
+    @property
+    def single(self) -> bool:
+        """Whether there may be one tool call at most."""
+        return self.parallel_tool_calls is False
+
     def work(self, call: Call) -> Work:
         """Raises Refusal or a TriviumError."""
         for field in ("previous_response_id", "conversation", "store", "background"):
@@ -123,9 +128,9 @@ class InputDetails(Struct):
 
 
 class OutputDetails(Struct):
-    """Tokens of reasoning are counted as output; how many of them there were is not known."""
+    """Tokens of reasoning are counted as output, too."""
 
-    reasoning_tokens: int = 0
+    reasoning_tokens: int
 
 
 class ResponseUsage(Struct, kw_only=True):
@@ -170,7 +175,7 @@ class _Writer:
         self._call, self._body, self._work = call, body, work
         self._ids: dict[int, str] = {}
         self.id = new_id("resp_")
-        self.tally = Tally()
+        self.tally = Tally(work.served.llm.tokenizer)
         self.reason: str | None = None
         self.sequence = -1
 
@@ -182,8 +187,8 @@ class _Writer:
         return Response(
             id=self.id, created_at=int(self._call.arrival), model=self._work.served.name, status=status, error=error,
             output=[self.item(block, "incomplete" if status == "incomplete" else "completed") for block in blocks],
-            tools=body.tools or [], tool_choice=body.tool_choice or "auto", parallel_tool_calls=True, incomplete_details=cut,
-            usage=self._usage() if tally.metrics is not None else None, instructions=body.instructions,
+            tools=body.tools or [], tool_choice=body.tool_choice or "auto", parallel_tool_calls=not body.single,
+            incomplete_details=cut, usage=self._usage() if tally.metrics is not None else None, instructions=body.instructions,
             max_output_tokens=body.max_output_tokens, temperature=self._work.params.temperature, top_p=self._work.params.top_p,
             text=body.text or {"format": {"type": "text"}}, metadata=body.metadata or {},
             metrics=timing(tally) if timed and tally.metrics is not None else None,
@@ -193,7 +198,7 @@ class _Writer:
         t = self.tally
         return ResponseUsage(
             input_tokens=t.prompt_tokens, input_tokens_details=InputDetails(t.cached), output_tokens=t.made,
-            output_tokens_details=OutputDetails(), total_tokens=t.prompt_tokens + t.made,
+            output_tokens_details=OutputDetails(t.reasoning), total_tokens=t.prompt_tokens + t.made,
         )  # fmt: skip
 
     def end(self) -> str:
@@ -254,15 +259,15 @@ async def respond(call: Call, body: ResponseRequest) -> Response | Stream:
     work = body.work(call)
     writer = _Writer(call, body, work)
     if body.stream:
-        return Stream(_events(call, work, writer), named, b"")
+        return Stream(_events(call, body, work, writer), named, b"")
     [output] = await call.app.moderation.whole(call, work)
     writer.tally.add(0, output)
     writer.reason = output.outputs[0].finish_reason
-    return writer.response(writer.end(), whole(output.outputs[0]))
+    return writer.response(writer.end(), whole(output.outputs[0], single=body.single))
 
 
-async def _events(call: Call, work: Work, writer: _Writer) -> AsyncGenerator[Object, None]:
-    blocks, begun = Blocks(), False
+async def _events(call: Call, body: ResponseRequest, work: Work, writer: _Writer) -> AsyncGenerator[Object, None]:
+    blocks, begun = Blocks(single=body.single), False
     try:
         async with contextlib.aclosing(call.app.moderation.stream(call, work)) as news:
             async for number, output in news:

@@ -131,6 +131,10 @@ class PromptDetails(Struct):
     cached_tokens: int
 
 
+class CompletionDetails(Struct):
+    reasoning_tokens: int
+
+
 class Usage(Struct, kw_only=True, omit_defaults=True):
     """Tokens of a call; on request also Groq's times in seconds: total_time = prompt_time + completion_time, without the queue."""
 
@@ -138,6 +142,7 @@ class Usage(Struct, kw_only=True, omit_defaults=True):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptDetails | None = None
+    completion_tokens_details: CompletionDetails | None = None
     queue_time: float | None = None
     prompt_time: float | None = None
     completion_time: float | None = None
@@ -162,7 +167,7 @@ def usage(tally: Tally, *, timed: bool = False) -> Usage:
     """Of a call; timed: with Groq's fields, if it had one prompt."""
     found = Usage(
         prompt_tokens=tally.prompt_tokens, completion_tokens=tally.made, total_tokens=tally.prompt_tokens + tally.made,
-        prompt_tokens_details=PromptDetails(tally.cached),
+        prompt_tokens_details=PromptDetails(tally.cached), completion_tokens_details=CompletionDetails(tally.reasoning),
     )  # fmt: skip
     if timed and (m := tally.metrics) is not None:
         found.queue_time, found.prompt_time, found.completion_time = m.queue_time, m.prefill_time, m.decode_time or 0.0

@@ -121,18 +121,50 @@ def count(outputs: Sequence[CompletionOutput]) -> int:
 
 
 @dataclass
-class Tally:
-    """What a stream has come to: tokens by (prompt, output), and the last news of each prompt."""
+class _Unclear:
+    """What an output has made so far of which it is not known yet what it says: a marker that is not whole, for instance."""
 
+    ids: list[int] = field(default_factory=list)
+    text: str = ""
+
+    def reasoning(self, output: CompletionOutput, tokenizer: Any) -> int:
+        """The number of tokens that the news show to be reasoning, and all before them. What follows them may still be unclear."""
+        self.ids += output.token_ids
+        self.text += output.text
+        if not output.events:
+            return 0
+        said = output.reasoning or ""
+        end = max(self.text.find(said), 0) + len(said)
+        left, count = len(self.text[:end].encode()), 0
+        while left > 0 and count < len(self.ids):
+            left -= len(tokenizer.token_bytes(self.ids[count]))
+            count += 1
+        clear = bool(output.content or output.tool_calls)
+        self.ids, self.text = ([], "") if clear else (self.ids[count:], self.text[end:])
+        return count if said else 0
+
+
+@dataclass
+class Tally:
+    """What a stream has come to: tokens by (prompt, output), and the last news of each prompt. With a tokenizer also how many of
+    the tokens were reasoning, its markers included."""
+
+    tokenizer: Any = None
     made: int = 0
+    reasoning: int = 0
     prompt: dict[int, int] = field(default_factory=dict)
     cached: int = 0
     metrics: Metrics | None = None
+    _unclear: dict[tuple[int, int], _Unclear] = field(default_factory=dict)
 
     def add(self, number: int, output: RequestOutput) -> None:
         """Counts a piece of news, or a whole answer."""
         self.prompt[number] = len(output.prompt_token_ids)
         self.made += count(output.outputs)
+        if self.tokenizer is not None:
+            for one in output.outputs:
+                unclear = self._unclear.setdefault((number, one.index), _Unclear())
+                self.reasoning += unclear.reasoning(one, self.tokenizer)
         if output.metrics is not None:
             self.cached += output.metrics.num_cached_tokens
             self.metrics = output.metrics if len(self.prompt) == 1 else None

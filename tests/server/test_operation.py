@@ -67,7 +67,8 @@ def test_a_full_queue_says_when_to_come_back(tmp_path):
                 assert reply.status_code == 429 and int(reply.headers["retry-after"]) >= 1
                 assert reply.json()["error"] == {**reply.json()["error"], "type": "rate_limit_error", "code": "overloaded"}
                 other = client.post("/v1/messages", json={"model": "tiny", "max_tokens": 1, "messages": CHAT["messages"]})
-                assert other.json()["error"]["type"] == "overloaded_error"
+                assert other.status_code == 529 and other.json()["error"]["type"] == "overloaded_error"
+                assert other.headers["retry-after"]
 
 
 def test_deadlines(folder):
