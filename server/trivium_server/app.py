@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from trivium_server import (
-    anthropic, ollama, openai_batches, openai_chat, openai_completions, openai_embeddings, openai_files, openai_responses, service,
+    anthropic, ollama, openai_batches, openai_chat, openai_completions, openai_embeddings, openai_files, openai_responses, rerank,
+    service,
 )  # fmt: skip
 from trivium_server.batches import Batches
 from trivium_server.faults import (
@@ -30,7 +31,7 @@ from trivium_server.settings import Key, Settings
 
 ROUTES: tuple[Route, ...] = (
     *openai_chat.ROUTES, *openai_completions.ROUTES, *openai_embeddings.ROUTES, *openai_responses.ROUTES, *openai_files.ROUTES,
-    *openai_batches.ROUTES, *anthropic.ROUTES, *ollama.ROUTES, *service.ROUTES,
+    *openai_batches.ROUTES, *anthropic.ROUTES, *ollama.ROUTES, *rerank.ROUTES, *service.ROUTES,
 )  # fmt: skip
 _LONGEST_ID = 128
 _ALLOWED = "authorization, x-api-key, content-type, x-request-id, anthropic-version, anthropic-beta"

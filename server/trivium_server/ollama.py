@@ -18,7 +18,7 @@ from trivium_server.http import Call, Route, Stream, line
 from trivium_server.models import Served
 from trivium_server.openai_types import Object, chat_logprobs
 from trivium_server.structure import json_object, json_schema
-from trivium_server.work import Tally, Work, sampling, template_arguments
+from trivium_server.work import Tally, Work, embedded, sampling, template_arguments
 
 
 class OllamaOptions(Struct, kw_only=True):
@@ -234,7 +234,7 @@ async def embed(call: Call, body: OllamaEmbed) -> Object:
     texts = [body.input] if isinstance(body.input, str) else body.input
     if not texts or "" in texts:
         raise bad("input must not be empty", "input")
-    outputs = await served.llm.embed(texts, PoolingParams(dimensions=body.dimensions), **call.options(body))
+    outputs = await embedded(served, texts, PoolingParams(dimensions=body.dimensions), call.options(body), call.app.meters)
     vectors = [[float(x) for x in output.embedding] for output in outputs if output.embedding is not None]
     count = sum(len(output.prompt_token_ids) for output in outputs)
     spent = _ns(time.perf_counter() - began)

@@ -12,6 +12,7 @@ from trivium_server.faults import bad
 from trivium_server.http import Call, Route
 from trivium_server.openai_completions import prompts_of
 from trivium_server.openai_types import Usage
+from trivium_server.work import embedded
 
 
 class EmbeddingRequest(Struct, kw_only=True):
@@ -59,10 +60,7 @@ async def embed(call: Call, body: EmbeddingRequest) -> Embeddings:
         raise bad("input must not be empty", "input")
     given = {"pooling": body.pooling, "normalize": body.normalize, "dimensions": body.dimensions}
     pooling = PoolingParams(**{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
-    outputs = await served.llm.embed(prompts, pooling, **call.options(body))
-    for output in outputs:
-        if output.error is not None:
-            raise output.error
+    outputs = await embedded(served, prompts, pooling, call.options(body), call.app.meters)
     data = [Embedding(index=i, embedding=encoded(o.embedding, body.encoding_format)) for i, o in enumerate(outputs)]
     tokens = sum(len(output.prompt_token_ids) for output in outputs)
     return Embeddings(data=data, model=served.name, usage=Usage(prompt_tokens=tokens, completion_tokens=0, total_tokens=tokens))

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from trivium import CompletionOutput, Metrics, RequestOutput, SamplingParams
+from trivium import CompletionOutput, Metrics, PoolingParams, RequestOutput, SamplingParams
 
 from trivium_server.faults import bad
 from trivium_server.meters import Meters
@@ -73,6 +73,18 @@ class Work:
         finally:
             if taken and running:
                 meters.aborted(self.served, running)
+
+
+async def embedded(
+    served: Served, prompts: Sequence[Any], pooling: PoolingParams, options: Mapping[str, Any], meters: Meters
+) -> list[RequestOutput]:
+    """The outputs with embeddings of prompts, in their order; the first error of one is raised."""
+    outputs = await served.llm.embed(prompts, pooling, **options)
+    for output in outputs:
+        meters.finished(served, output, 0)
+    if failed := [output.error for output in outputs if output.error is not None]:
+        raise failed[0]
+    return outputs
 
 
 async def _merged(streams: Sequence[AsyncGenerator[RequestOutput, None]]) -> AsyncGenerator[tuple[int, RequestOutput], None]:

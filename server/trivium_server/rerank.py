@@ -1,0 +1,136 @@
+"""Similarity of texts: reranking as Jina and Cohere have it, and scores as vLLM has them.
+
+Both compare embeddings, so they say as much as the model's embeddings do; a model that reads query and document together (a
+cross-encoder) is none of trivium's families.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+from msgspec import Meta, Struct
+from trivium import PoolingParams
+
+from trivium_server.faults import bad
+from trivium_server.http import Call, Route
+from trivium_server.openai_types import Object, Usage, new_id
+from trivium_server.work import embedded
+
+
+class _Compared(Struct, kw_only=True):
+    """pooling: last (the default), mean or cls."""
+
+    model: str | None = None
+    pooling: str | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    timeout: float | None = None
+
+
+class RerankRequest(_Compared, kw_only=True):
+    """documents: texts, or objects with a text. top_n: how many come back; all if it is not given."""
+
+    query: str
+    documents: list[str | Object]
+    top_n: Annotated[int, Meta(ge=1)] | None = None
+    return_documents: bool | None = None
+
+
+class Document(Struct):
+    text: str
+
+
+class Ranked(Struct, kw_only=True, omit_defaults=True):
+    """relevance_score: 0 to 1: (1 + cosine) / 2. index: in the request."""
+
+    index: int
+    relevance_score: float
+    document: Document | None = None
+
+
+class Ranking(Struct, kw_only=True):
+    """results: the most relevant first."""
+
+    id: str
+    model: str
+    usage: Usage
+    results: list[Ranked]
+
+
+class ScoreRequest(_Compared, kw_only=True):
+    """text_1: one text for all of text_2, or as many."""
+
+    text_1: str | list[str]
+    text_2: str | list[str]
+
+
+class Score(Struct, kw_only=True):
+    """score: the cosine, -1 to 1."""
+
+    index: int
+    score: float
+    object: str = "score"
+
+
+class Scores(Struct, kw_only=True):
+    id: str
+    created: int
+    model: str
+    data: list[Score]
+    usage: Usage
+    object: str = "list"
+
+
+async def _cosines(call: Call, body: _Compared, ones: Sequence[str], others: Sequence[str]) -> tuple[str, list[float], Usage]:
+    """(the model's name, the cosine of each pair, tokens); a single one is that of every pair."""
+    texts = [*ones, *others]
+    if not ones or not others or "" in texts:
+        raise bad("there must be texts to compare, none of them empty")
+    if len(texts) > call.app.settings.max_prompts:
+        raise bad(f"{len(texts)} texts are more than {call.app.settings.max_prompts}")
+    served = call.app.models.find(body.model)
+    pooling = PoolingParams() if body.pooling is None else PoolingParams(pooling=body.pooling)
+    outputs = await embedded(served, texts, pooling, call.options(body), call.app.meters)
+    vectors: list[Any] = [output.embedding for output in outputs]
+    first = vectors[: len(ones)] if len(ones) > 1 else vectors[:1] * len(others)
+    found = [max(-1.0, min(1.0, float(one @ other))) for one, other in zip(first, vectors[len(ones) :], strict=True)]
+    tokens = sum(len(output.prompt_token_ids) for output in outputs)
+    return served.name, found, Usage(prompt_tokens=tokens, completion_tokens=0, total_tokens=tokens)
+
+
+async def rerank(call: Call, body: RerankRequest) -> Ranking:
+    texts = [_text(document, i) for i, document in enumerate(body.documents)]
+    name, found, usage = await _cosines(call, body, [body.query], texts)
+    best = sorted(range(len(texts)), key=lambda i: -found[i])[: body.top_n]
+    shown = body.return_documents is not False
+    results = [
+        Ranked(index=i, relevance_score=(1 + found[i]) / 2, document=Document(texts[i]) if shown else None) for i in best
+    ]  # fmt: skip
+    return Ranking(id=new_id("rerank-"), model=name, usage=usage, results=results)
+
+
+def _text(document: str | Object, i: int) -> str:
+    text = document if isinstance(document, str) else document.get("text")
+    if not isinstance(text, str):
+        raise bad(f"documents[{i}] has no text", "documents")
+    return text
+
+
+async def score(call: Call, body: ScoreRequest) -> Scores:
+    ones, others = ([given] if isinstance(given, str) else given for given in (body.text_1, body.text_2))
+    if len(ones) not in (1, len(others)):
+        raise bad(f"text_1 has {len(ones)} texts and text_2 {len(others)}: give one, or as many", "text_1")
+    name, found, usage = await _cosines(call, body, ones, others)
+    data = [Score(index=i, score=value) for i, value in enumerate(found)]
+    return Scores(id=new_id("score-"), created=int(call.arrival), model=name, data=data, usage=usage)
+
+
+ROUTES: tuple[Route, ...] = (
+    *(
+        Route("POST", path, rerank, f"Sort texts by their similarity to a query{told}", RerankRequest, Ranking)
+        for path, told in (("/v1/rerank", ""), ("/rerank", " (Jina's path)"), ("/v2/rerank", " (Cohere's path)"))
+    ),
+    Route("POST", "/v1/score", score, "Similarity of texts", ScoreRequest, Scores),
+    Route("POST", "/score", score, "Similarity of texts (vLLM's path)", ScoreRequest, Scores),
+)
