@@ -62,7 +62,8 @@ def test_what_can_not_be_compared(http):
         ("/rerank", {"query": QUERY, "documents": [{"title": "a"}]}, "documents[0]"),
         ("/rerank", {"query": QUERY, "documents": ["a"], "top_n": 0}, "top_n"), ("/rerank", {"documents": ["a"]}, "query"),
         ("/rerank", {"query": QUERY, "documents": ["a"] * 2048}, "2049"),
-        ("/score", {"text_1": ["a", "b"], "text_2": "c"}, "text_1"), ("/score", {"text_1": "a", "text_2": "c", "pooling": "sum"}, "pooling"),
+        ("/score", {"text_1": ["a", "b"], "text_2": "c"}, "text_1"),
+        ("/score", {"text_1": "a", "text_2": "c", "pooling": "sum"}, "pooling"),
     ):  # fmt: skip
         reply = http.post(path, json=body)
         assert reply.status_code == 400 and words in reply.json()["error"]["message"], reply.text
