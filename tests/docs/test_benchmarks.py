@@ -52,6 +52,14 @@ def test_speculation_is_measured_with_equal_ids():
 
 
 @pytest.mark.weights
+@pytest.mark.http
+def test_what_http_leaves_of_the_throughput_is_printed_as_json():
+    shape = ("--streams", "4", "--input-len", "8", "--output-len", "8")
+    figures = json.loads(run("server_throughput.py", "--repeat", "1", *shape))
+    assert figures["ratio"] > 0 and figures["http_loop_us_per_token"]["median"] > 0
+
+
+@pytest.mark.weights
 def test_the_cost_of_grammars_is_printed_as_json():
     figures = json.loads(run("grammar_masks.py", "--json", "--tokens", "5", "--repeat", "1"))
     assert figures["vocabulary"] == 49152 and all(f["token_us"] > 0 for f in figures["trivium"].values() if isinstance(f, dict))
