@@ -83,6 +83,8 @@ class Batches:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._running: dict[str, asyncio.Task[None]] = {}
         """By batch: what answers its requests."""
+        self._cancelled: set[str] = set()
+        """Of the batches that are worked on: those that may not begin to be answered any more."""
 
     async def do(self, what: Callable[P, T], *given: P.args, **named: P.kwargs) -> T:
         """Calls a method of the store, on the store's thread."""
@@ -101,11 +103,17 @@ class Batches:
     def begin(self, owner: str, id: str) -> None:
         """Works on a batch of the store."""
         task = self._tasks[id] = asyncio.ensure_future(self._work(owner, id))
-        task.add_done_callback(lambda _: self._tasks.pop(id, None))
+        task.add_done_callback(lambda _: self._forget(id))
+
+    def _forget(self, id: str) -> None:
+        del self._tasks[id]
+        self._cancelled.discard(id)
 
     async def cancel(self, owner: str, id: str) -> Batch:
         """What runs is ended, what waits is not begun. Raises Refusal."""
         batch = await self.do(self.store.cancel, owner, id)
+        if id in self._tasks:
+            self._cancelled.add(id)
         if (running := self._running.get(id)) is not None:
             running.cancel()
         return batch
@@ -146,6 +154,8 @@ class Batches:
 
     async def _run(self, owner: str, batch: Batch) -> str:
         """Answers what waits; returns how that ended: completed, expired or cancelled."""
+        if batch.id in self._cancelled:
+            return "cancelled"
         running = self._running[batch.id] = asyncio.ensure_future(self._answer_all(owner, batch))
         try:
             await asyncio.wait({running}, timeout=max(0.0, batch.expires_at - time.time()))

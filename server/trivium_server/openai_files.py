@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import AsyncGenerator
 from typing import Annotated, Any
@@ -83,8 +84,9 @@ class _Form:
             raise bad(f"the body is not valid multipart/form-data: {error}") from None
 
     def finish(self) -> None:
-        """All has arrived. Raises Refusal if that was not all."""
-        self._target.close()
+        """All has arrived, and is on disk. Raises Refusal if that was not all."""
+        self._target.flush()
+        os.fsync(self._target.fileno())
         if not self.ended:
             raise bad("the body breaks off before its last boundary")
         if self.name is None:
@@ -142,7 +144,7 @@ async def upload(call: Call, pieces: AsyncGenerator[bytes, None]) -> FileObject:
             form = _Form(call.headers.get(b"content-type", b""), target)
             async for piece in pieces:
                 await asyncio.to_thread(form.feed, piece)
-            form.finish()
+            await asyncio.to_thread(form.finish)
         file = FileObject(
             id=id, bytes=path.stat().st_size, created_at=now, expires_at=now + _kept(form.fields), filename=form.name or "",
             purpose=form.fields.get("purpose", ""),

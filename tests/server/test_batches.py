@@ -279,6 +279,21 @@ def test_cancelling_keeps_what_is_there(folder, tmp_path):
         assert {line["error"]["code"] for line in undone} == {"batch_cancelled"} and undone[-1]["response"] is None
 
 
+def test_a_batch_that_is_cancelled_before_it_begins_answers_nothing(folder, tmp_path, monkeypatch):
+    original = Store.begin
+
+    def begun(store, owner, id, lines):
+        batch = original(store, owner, id, lines)
+        store.cancel(owner, id)  # as a client's call would, before the worker knows that its lines may run
+        server.app.batches._cancelled.add(id)
+        return batch
+
+    monkeypatch.setattr(Store, "begin", begun)
+    with running(folder, batch_dir=tmp_path) as server, client(server) as http:
+        batch = until(http, begin(http, lines(request("a"), request("b"))), ended)
+        assert batch["status"] == "cancelled" and batch["request_counts"] == {"total": 2, "completed": 0, "failed": 2}
+
+
 def test_what_is_not_answered_in_time_is_said(folder, tmp_path):
     data = lines(*(request(f"r{i}", max_tokens=400) for i in range(50)))
     with running(folder, batch_dir=tmp_path, batch_parallel=1) as server, client(server) as http:
