@@ -58,7 +58,7 @@ def enabled(call: Call) -> Batches:
     """The server's batches. Raises Refusal if it has none."""
     if call.app.batches is None:
         message = "files and batches are off; the operator of the server turns them on with --batch-dir FOLDER"
-        raise Refusal(501, "batches_off", message)
+        raise Refusal(404, "batches_off", message)
     return call.app.batches
 
 

@@ -332,9 +332,9 @@ def test_a_key_that_is_gone_works_no_more(folder, tmp_path):
 def test_without_a_folder_the_flag_is_named(http):
     for method, path in (("GET", "/v1/files"), ("GET", "/v1/batches/x"), ("POST", "/v1/batches/x/cancel")):
         reply = http.request(method, path)
-        assert reply.status_code == 501 and "--batch-dir" in reply.json()["error"]["message"]
+        assert reply.status_code == 404 and "--batch-dir" in reply.json()["error"]["message"]
     reply = http.post("/v1/files", files={"file": b"{}"}, data={"purpose": "batch"})
-    assert reply.status_code == 501 and "--batch-dir" in reply.json()["error"]["message"]
+    assert reply.status_code == 404 and "--batch-dir" in reply.json()["error"]["message"]
 
 
 def test_answers_are_counted_once(tmp_path):
