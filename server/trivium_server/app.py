@@ -120,7 +120,7 @@ class App:
         if route is None:
             names = ", ".join(sorted(methods))
             raise Refusal(405, "no_method", f"{method} is not possible here, only {names}", headers={"allow": names})
-        call = Call(self, call.request_id, headers, key, rest, call.arrival, scope["query_string"])
+        call = Call(self, call.request_id, headers, key, rest, call.arrival, scope.get("query_string", b""))
         if route.open:
             await answer(route, call, exchange, b"")
             return
