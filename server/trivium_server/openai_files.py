@@ -28,10 +28,10 @@ class Upload(Struct, kw_only=True):
 
     file: Annotated[str, Meta(extra_json_schema={"format": "binary"})]
     purpose: Annotated[str, Meta(extra_json_schema={"const": "batch"})]
-    anchor: Annotated[str, Meta(extra_json_schema={"const": "created_at"})] | None = field(
-        default=None, name="expires_after[anchor]"
+    anchor: Annotated[str, Meta(extra_json_schema={"const": "created_at"})] = field(
+        default="created_at", name="expires_after[anchor]"
     )
-    seconds: Kept | None = field(default=None, name="expires_after[seconds]")
+    seconds: Kept = field(default=KEPT, name="expires_after[seconds]")
 
 
 class FileQuery(Struct, kw_only=True):

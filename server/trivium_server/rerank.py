@@ -18,11 +18,14 @@ from trivium_server.openai_types import Object, Usage, new_id
 from trivium_server.work import embedded
 
 
+Text = Annotated[str, Meta(min_length=1)]
+
+
 class _Compared(Struct, kw_only=True):
     """pooling: last (the default), mean or cls."""
 
     model: str | None = None
-    pooling: str | None = None
+    pooling: Annotated[str, Meta(pattern="^(last|mean|cls)$")] | None = None
     priority: int | None = None
     cache_salt: str | None = None
     timeout: float | None = None
@@ -31,8 +34,8 @@ class _Compared(Struct, kw_only=True):
 class RerankRequest(_Compared, kw_only=True):
     """documents: texts, or objects with a text. top_n: how many come back; all if it is not given."""
 
-    query: str
-    documents: list[str | Object]
+    query: Text
+    documents: Annotated[list[Text | Object], Meta(min_length=1)]
     top_n: Annotated[int, Meta(ge=1)] | None = None
     return_documents: bool | None = None
 
@@ -61,8 +64,8 @@ class Ranking(Struct, kw_only=True):
 class ScoreRequest(_Compared, kw_only=True):
     """text_1: one text for all of text_2, or as many."""
 
-    text_1: str | list[str]
-    text_2: str | list[str]
+    text_1: Text | Annotated[list[Text], Meta(min_length=1)]
+    text_2: Text | Annotated[list[Text], Meta(min_length=1)]
 
 
 class Score(Struct, kw_only=True):
@@ -85,8 +88,6 @@ class Scores(Struct, kw_only=True):
 async def _cosines(call: Call, body: _Compared, ones: Sequence[str], others: Sequence[str]) -> tuple[str, list[float], Usage]:
     """(the model's name, the cosine of each pair, tokens); a single one is that of every pair."""
     texts = [*ones, *others]
-    if not ones or not others or "" in texts:
-        raise bad("there must be texts to compare, none of them empty")
     if len(texts) > call.app.settings.max_prompts:
         raise bad(f"{len(texts)} texts are more than {call.app.settings.max_prompts}")
     served = call.app.models.find(body.model)
@@ -112,7 +113,7 @@ async def rerank(call: Call, body: RerankRequest) -> Ranking:
 
 def _text(document: str | Object, i: int) -> str:
     text = document if isinstance(document, str) else document.get("text")
-    if not isinstance(text, str):
+    if not isinstance(text, str) or not text:
         raise bad(f"documents[{i}] has no text", "documents")
     return text
 

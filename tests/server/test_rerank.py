@@ -58,8 +58,10 @@ def test_a_pooling_that_is_asked_for(http, folder):
 
 def test_what_can_not_be_compared(http):
     for path, body, words in (
-        ("/rerank", {"query": QUERY, "documents": []}, "texts"), ("/rerank", {"query": "", "documents": ["a"]}, "empty"),
+        ("/rerank", {"query": QUERY, "documents": []}, "documents"), ("/rerank", {"query": "", "documents": ["a"]}, "query"),
         ("/rerank", {"query": QUERY, "documents": [{"title": "a"}]}, "documents[0]"),
+        ("/rerank", {"query": QUERY, "documents": ["a", {"text": ""}]}, "documents[1]"),
+        ("/score", {"text_1": [], "text_2": "a"}, "text_1"), ("/score", {"text_1": "a", "text_2": ["b", ""]}, "text_2"),
         ("/rerank", {"query": QUERY, "documents": ["a"], "top_n": 0}, "top_n"), ("/rerank", {"documents": ["a"]}, "query"),
         ("/rerank", {"query": QUERY, "documents": ["a"] * 2048}, "2049"),
         ("/score", {"text_1": ["a", "b"], "text_2": "c"}, "text_1"),
