@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from trivium_server import (
-    anthropic, ollama, openai_batches, openai_chat, openai_completions, openai_embeddings, openai_files, openai_responses, rerank,
-    service,
+    anthropic, dashboard, ollama, openai_batches, openai_chat, openai_completions, openai_embeddings, openai_files,
+    openai_responses, rerank, service,
 )  # fmt: skip
 from trivium_server.batches import Batches
 from trivium_server.faults import (
@@ -27,11 +27,12 @@ from trivium_server.http import Call, Exchange, Gone, Receive, Route, Send, answ
 from trivium_server.meters import Meters
 from trivium_server.models import Models
 from trivium_server.moderation import Moderation
+from trivium_server.recent import Recent
 from trivium_server.settings import Key, Settings
 
 ROUTES: tuple[Route, ...] = (
     *openai_chat.ROUTES, *openai_completions.ROUTES, *openai_embeddings.ROUTES, *openai_responses.ROUTES, *openai_files.ROUTES,
-    *openai_batches.ROUTES, *anthropic.ROUTES, *ollama.ROUTES, *rerank.ROUTES, *service.ROUTES,
+    *openai_batches.ROUTES, *anthropic.ROUTES, *ollama.ROUTES, *rerank.ROUTES, *service.ROUTES, *dashboard.ROUTES,
 )  # fmt: skip
 _LONGEST_ID = 128
 _ALLOWED = "authorization, x-api-key, content-type, x-request-id, anthropic-version, anthropic-beta"
@@ -52,6 +53,8 @@ class App:
         self.settings = settings or Settings()
         self.meters = Meters(models, aliases=self.settings.vllm_metrics)
         self.moderation = Moderation(self.settings.moderation)
+        self.recent = Recent()
+        self.meters.watchers.append(self.recent.add)
         self.draining = False
         self.active = 0
         """Calls under way, apart from those that only ask how the server is."""
@@ -85,12 +88,14 @@ class App:
 
     async def _live(self, receive: Receive, send: Send) -> None:
         """From the server's start to its end."""
+        watching = asyncio.ensure_future(dashboard.watch(self.recent, self.meters))
         while (await receive())["type"] == "lifespan.startup":
             if self.batches is not None:
                 await self.batches.start()
             await send({"type": "lifespan.startup.complete"})
         if self.batches is not None:
             await self.batches.close()
+        watching.cancel()
         await send({"type": "lifespan.shutdown.complete"})
 
     async def drain(self, seconds: float) -> None:

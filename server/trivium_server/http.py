@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import parse_qsl
 
@@ -58,11 +59,12 @@ class Call:
 
 
 class Plain(NamedTuple):
-    """A reply that is no JSON, or has a status of its own."""
+    """A reply that is no JSON, or has a status or headers of its own."""
 
     body: bytes
     media: str = "text/plain; charset=utf-8"
     status: int = 200
+    headers: Mapping[str, str] = MappingProxyType({})
 
 
 class Download(NamedTuple):
@@ -263,7 +265,7 @@ async def answer(route: Route, call: Call, exchange: Exchange, body: bytes | Asy
     if isinstance(reply, Stream):
         await exchange.stream(reply, lambda fault: route.error(told(call, fault), call.request_id), call.app.settings.ping)
     elif isinstance(reply, Plain):
-        await exchange.reply(reply.body, reply.media, reply.status)
+        await exchange.reply(reply.body, reply.media, reply.status, reply.headers)
     elif isinstance(reply, Download):
         await exchange.download(reply)
     else:

@@ -7,12 +7,13 @@ divided by the tokens after the first, one observation a request. Queue time: ar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from trivium import Metrics, RequestOutput
+from trivium import Metrics, RequestOutput, SamplingParams, errors
 
 from trivium_server.models import Models, Served
 
@@ -42,12 +43,39 @@ _COUNTS = (
 _LABEL = ["model_name"]
 
 
+class Ended(NamedTuple):
+    """A request that has come to its end. operation: as OpenTelemetry calls it. params: None where nothing was to be made. reasons:
+    of its outputs. began: its arrival in Unix seconds. metrics: None where nobody waited for the end; then nothing is known of its
+    prompt, and `began` is when it was asked for."""
+
+    served: Served
+    operation: str
+    params: SamplingParams | None
+    began: float
+    reasons: Sequence[str]
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    metrics: Metrics | None = None
+    error: errors.TriviumError | None = None
+
+    @classmethod
+    def of(
+        cls, served: Served, output: RequestOutput, made: int, reasons: Sequence[str], operation: str, params: SamplingParams | None
+    ) -> Ended:
+        """Of the last news of a request that made so many tokens."""
+        assert output.metrics is not None, "a request that has finished has metrics"
+        began = time.time() - (time.perf_counter() - output.metrics.arrival)
+        prompt = len(output.prompt_token_ids)
+        return cls(served, operation, params, began, reasons, prompt, made, output.metrics, output.error)
+
+
 class Meters:
-    """Of one server: a registry of its own."""
+    """Of one server: a registry of its own. watchers: are told of each request that has ended."""
 
     def __init__(self, models: Models, *, aliases: bool) -> None:
         """aliases: each name also with vllm: in place of trivium:."""
         self._models, self._aliases = models, aliases
+        self.watchers: list[Callable[[Ended], None]] = []
         self._registry = registry = CollectorRegistry()
 
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
@@ -68,19 +96,17 @@ class Meters:
             for one in (self._gaps, self._prompts, self._made):
                 one.labels(served.name)
 
-    def finished(self, served: Served, output: RequestOutput, made: int) -> None:
-        """A request has come to its end and made so many tokens."""
-        for one in output.outputs:
-            if one.finish_reason is not None:
-                self._ended.labels(served.name, one.finish_reason).inc()
-        self._prompts.labels(served.name).observe(len(output.prompt_token_ids))
-        self._made.labels(served.name).observe(made)
-        if output.metrics is not None:
-            self._observe(served, output.metrics)
-
-    def aborted(self, served: Served, outputs: int) -> None:
-        """Nobody waits for them any more."""
-        self._ended.labels(served.name, "abort").inc(outputs)
+    def ended(self, ended: Ended) -> None:
+        """A request has come to its end."""
+        name = ended.served.name
+        for reason in ended.reasons:
+            self._ended.labels(name, reason).inc()
+        if ended.metrics is not None:
+            self._prompts.labels(name).observe(ended.prompt_tokens)
+            self._made.labels(name).observe(ended.generated_tokens)
+            self._observe(ended.served, ended.metrics)
+        for watcher in self.watchers:
+            watcher(ended)
 
     def refused(self, code: str) -> None:
         """A call got an error."""
@@ -95,10 +121,14 @@ class Meters:
         for gap in metrics.inter_token_latencies:
             gaps.observe(gap)
 
+    async def engines(self) -> dict[str, Any]:
+        """Statistics of the engines by model."""
+        return {served.name: await served.llm.stats() for served in self._models}
+
     async def text(self) -> bytes:
         """The exposition."""
         registry = CollectorRegistry()
-        registry.register(_Now([(served.name, await served.llm.stats()) for served in self._models]))
+        registry.register(_Now([*(await self.engines()).items()]))
         text = generate_latest(self._registry) + generate_latest(registry)
         return text + text.replace(b"trivium:", b"vllm:") if self._aliases else text
 

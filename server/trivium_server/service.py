@@ -7,11 +7,14 @@ from typing import Any
 import trivium
 from msgspec import Struct
 
+from trivium_server.dashboard import page
 from trivium_server.faults import bad, unavailable
 from trivium_server.http import Call, Plain, Route
 from trivium_server.models import Served
 from trivium_server.openai_types import Object
 from trivium_server.work import template_arguments
+
+_INDEX = page("index.html")
 
 
 class Model(Struct, kw_only=True):
@@ -127,7 +130,10 @@ async def metrics(call: Call, body: None) -> Plain:
 
 
 async def root(call: Call, body: None) -> Plain:
-    return Plain(b"trivium is running\n")
+    """For browsers a page with the same links."""
+    if b"text/html" in call.headers.get(b"accept", b""):
+        return _INDEX
+    return Plain(b"trivium is running\n/dashboard: how it runs, and a chat\n/docs: the API\n")
 
 
 async def openapi(call: Call, body: None) -> Any:

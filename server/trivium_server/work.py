@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from trivium import CompletionOutput, Metrics, PoolingParams, RequestOutput, SamplingParams
+from trivium import CompletionOutput, Metrics, PoolingParams, RequestOutput, SamplingParams, errors
 
 from trivium_server.faults import bad
-from trivium_server.meters import Meters
+from trivium_server.meters import Ended, Meters
 from trivium_server.models import Served
 
 Prompt = str | list[int]
@@ -28,22 +29,34 @@ class Work:
     options: Mapping[str, Any] = field(default_factory=dict)
     chat: bool = False
 
+    @property
+    def operation(self) -> str:
+        """As OpenTelemetry calls it."""
+        return "chat" if self.chat else "text_completion"
+
     async def whole(self, meters: Meters) -> list[RequestOutput]:
         """The answers, in the order of the prompts; the first error of one is raised. Cancelling aborts all."""
-        llm = self.served.llm
+        llm, began = self.served.llm, time.time()
         try:
             if self.chat:
                 outputs = await llm.chat(self.prompts, self.params, **self.options)
             else:
                 outputs = await llm.generate(self.prompts, self.params, **self.options)
-        except asyncio.CancelledError:
-            meters.aborted(self.served, len(self.prompts) * self.params.n)
+        except (asyncio.CancelledError, errors.DeadlineError, errors.BackendError) as fault:
+            reason = "error" if isinstance(fault, errors.BackendError) else "abort"
+            meters.ended(self._left(began, [reason] * len(self.prompts) * self.params.n))
             raise
         for output in outputs:
-            meters.finished(self.served, output, count(output.outputs))
+            meters.ended(self._ended(output, count(output.outputs), reasons(output)))
         if failed := [output.error for output in outputs if output.error is not None]:
             raise failed[0]
         return outputs
+
+    def _ended(self, output: RequestOutput, made: int, reasons: Sequence[str]) -> Ended:
+        return Ended.of(self.served, output, made, reasons, self.operation, self.params)
+
+    def _left(self, began: float, reasons: Sequence[str]) -> Ended:
+        return Ended(self.served, self.operation, self.params, began, reasons)
 
     async def stream(self, meters: Meters) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """(number of the prompt, its news). Each first says, without outputs, that it was taken. Closing aborts all."""
@@ -58,21 +71,21 @@ class Work:
                 yield pair
 
     async def _news(self, prompt: Any, meters: Meters) -> AsyncGenerator[RequestOutput, None]:
-        running, made = self.params.n, 0
+        ended: list[str] = []
+        made, began, taken, over = 0, time.time(), False, False
         news: Any = self.served.llm.stream(prompt, self.params, announce=True, **self.options)
-        taken = False
         try:
             async with contextlib.aclosing(news):
                 async for output in news:
-                    taken = True
+                    taken, over = True, output.finished
                     made += count(output.outputs)
-                    if output.finished:
-                        running = 0
-                        meters.finished(self.served, output, made)
+                    ended += reasons(output)
+                    if over:
+                        meters.ended(self._ended(output, made, ended))
                     yield output
         finally:
-            if taken and running:
-                meters.aborted(self.served, running)
+            if taken and not over:
+                meters.ended(self._left(began, [*ended, *["abort"] * (self.params.n - len(ended))]))
 
 
 async def embedded(
@@ -81,7 +94,7 @@ async def embedded(
     """The outputs with embeddings of prompts, in their order; the first error of one is raised."""
     outputs = await served.llm.embed(prompts, pooling, **options)
     for output in outputs:
-        meters.finished(served, output, 0)
+        meters.ended(Ended.of(served, output, 0, reasons(output), "embeddings", None))
     if failed := [output.error for output in outputs if output.error is not None]:
         raise failed[0]
     return outputs
@@ -130,6 +143,11 @@ def sampling(served: Served, body: object, max_tokens: int | None, **own: Any) -
 def count(outputs: Sequence[CompletionOutput]) -> int:
     """Tokens made."""
     return sum(len(output.token_ids) for output in outputs)
+
+
+def reasons(output: RequestOutput) -> list[str]:
+    """Why those of its outputs have ended that have."""
+    return [one.finish_reason for one in output.outputs if one.finish_reason is not None]
 
 
 @dataclass

@@ -1,0 +1,212 @@
+"""The last minutes: what the dashboard shows, from the readings that /metrics aggregates too, and bounded whatever comes."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from trivium import Metrics
+
+from trivium_server.meters import Ended
+
+STEP = 2.0
+"""Seconds between readings of the engines, and the span of the shortest slice."""
+KEPT = 900.0
+"""Seconds that are kept."""
+POINTS = 90
+"""Most points of a series."""
+REQUESTS = 60
+"""Requests that are kept, of each model."""
+TIMES = (
+    "time_to_first_token", "inter_token_latency", "time_per_output_token", "queue_time", "prefill_time", "decode_time", "e2e_time",
+)  # fmt: skip
+_GAPS = "inter_token_latency"
+
+
+class Digest:
+    """Counts of times by buckets that grow by 4 %, so that a quantile is at most 2 % off, however many there were."""
+
+    _SCALE = 1 / math.log(1.04)
+    _LEAST = 1e-6
+
+    def __init__(self) -> None:
+        self._counts: Counter[int] = Counter()
+
+    @property
+    def count(self) -> int:
+        """How many there were."""
+        return self._counts.total()
+
+    def add(self, seconds: float) -> None:
+        """Another one."""
+        self._counts[math.floor(math.log(max(seconds, self._LEAST)) * self._SCALE)] += 1
+
+    def update(self, other: Digest) -> None:
+        """All of another's."""
+        self._counts.update(other._counts)
+
+    def quantiles(self, shares: Sequence[float]) -> list[float] | None:
+        """For each share the least time that so many of them don't exceed; shares ascend. None: there were none."""
+        if not (total := self.count):
+            return None
+        found, seen, wanted = [], 0, iter(shares)
+        share = next(wanted, None)
+        for bucket in sorted(self._counts):
+            seen += self._counts[bucket]
+            while share is not None and seen >= share * total:
+                found.append(math.exp((bucket + 0.5) / self._SCALE))
+                share = next(wanted, None)
+        return found
+
+
+class Ran(NamedTuple):
+    """A request that has ended. began: Unix seconds. times: of its own clock."""
+
+    model: str
+    operation: str
+    began: float
+    prompt_tokens: int
+    generated_tokens: int
+    reason: str
+    times: Metrics
+
+
+@dataclass
+class Slice:
+    """What ended in one span of time."""
+
+    number: int
+    digests: dict[str, Digest] = field(default_factory=lambda: {name: Digest() for name in TIMES})
+    ended: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+
+    def add(self, prompt_tokens: int, metrics: Metrics) -> None:
+        """A request that has ended."""
+        self.ended += 1
+        self.prompt_tokens += prompt_tokens
+        self.cached_tokens += metrics.num_cached_tokens
+        for name, digest in self.digests.items():
+            values = metrics.inter_token_latencies if name == _GAPS else (getattr(metrics, name),)
+            for value in values:
+                if value is not None:
+                    digest.add(value)
+
+    def update(self, other: Slice) -> None:
+        """All of another's."""
+        self.ended += other.ended
+        self.prompt_tokens += other.prompt_tokens
+        self.cached_tokens += other.cached_tokens
+        for name, digest in self.digests.items():
+            digest.update(other.digests[name])
+
+
+class Reading(NamedTuple):
+    """What the engines said. at: seconds of the clock. engines: statistics by model."""
+
+    at: float
+    engines: Mapping[str, Any]
+
+    def total(self, field: str, models: Iterable[str]) -> float:
+        """Of some models together; what is not loaded counts as nothing."""
+        return sum(float(getattr(self.engines[name], field)) for name in models if name in self.engines)
+
+    def prefilled(self, models: Iterable[str]) -> float:
+        """Tokens computed so far that were neither made nor guessed: those of prompts."""
+        guessed = self.total("draft_tokens", models) - self.total("accepted_tokens", models)
+        return self.total("computed_tokens", models) - self.total("generated_tokens", models) - guessed
+
+
+class Recent:
+    """Of one server. clock: seconds, ever growing."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self.started = clock()
+        self._slices: dict[str, deque[Slice]] = {}
+        self._ran: dict[str, deque[Ran]] = {}
+        self._readings: deque[Reading] = deque(maxlen=int(KEPT / STEP) + 2)
+
+    @property
+    def uptime(self) -> float:
+        """Seconds since the start."""
+        return self._clock() - self.started
+
+    def add(self, ended: Ended) -> None:
+        """A request that has ended; one that nobody waited for has no times and is left out."""
+        metrics = ended.metrics
+        if metrics is None:
+            return
+        name, number = ended.served.name, int(self._clock() / STEP)
+        slices = self._slices.setdefault(name, deque(maxlen=int(KEPT / STEP) + 1))
+        if not slices or slices[-1].number != number:
+            slices.append(Slice(number))
+        slices[-1].add(ended.prompt_tokens, metrics)
+        one = Ran(name, ended.operation, ended.began, ended.prompt_tokens, ended.generated_tokens, ended.reasons[-1], metrics)
+        self._ran.setdefault(name, deque(maxlen=REQUESTS)).append(one)
+
+    def read(self, engines: Mapping[str, Any]) -> None:
+        """What the engines say now."""
+        self._readings.append(Reading(self._clock(), engines))
+
+    @property
+    def last(self) -> Reading:
+        """The newest reading."""
+        return self._readings[-1] if self._readings else Reading(self._clock(), {})
+
+    def ran(self, models: Iterable[str]) -> list[Ran]:
+        """The last requests, newest first."""
+        found = [one for name in models for one in self._ran.get(name, ())]
+        return sorted(found, key=lambda one: -(one.began + one.times.e2e_time))[:REQUESTS]
+
+    def window(self, seconds: float, models: Sequence[str]) -> Window:
+        """The last `seconds`, of some models together."""
+        stride = math.ceil(seconds / STEP / POINTS)
+        newest = int(self._clock() / STEP) // stride
+        count = math.ceil(seconds / STEP / stride)
+        window = Window(models, stride * STEP, [Slice(i) for i in range(newest - count + 1, newest + 1)])
+        for one in self._all(models):
+            if (at := one.number // stride - window.slices[0].number) >= 0:
+                window.slices[at].update(one)
+        for reading in self._readings:
+            if (at := int(reading.at / STEP) // stride - window.slices[0].number) >= -1:
+                window.readings[at] = reading
+        return window
+
+    def _all(self, models: Iterable[str]) -> Iterator[Slice]:
+        return (one for name in models for one in self._slices.get(name, ()))
+
+
+class Window:
+    """Some minutes in slices of equal span, oldest first. readings: the last one of each slice by its place, -1 for what went
+    before."""
+
+    def __init__(self, models: Sequence[str], span: float, slices: Sequence[Slice]) -> None:
+        self.models, self.span, self.slices = models, span, slices
+        self.readings: dict[int, Reading] = {}
+
+    def whole(self) -> Slice:
+        """All of it as one slice."""
+        found = Slice(0)
+        for one in self.slices:
+            found.update(one)
+        return found
+
+    def gauge(self, field: str) -> list[float | None]:
+        """A figure of the engines at the end of each slice."""
+        return [None if (r := self.readings.get(i)) is None else r.total(field, self.models) for i in range(len(self.slices))]
+
+    def rate(self, total: Callable[[Reading], float]) -> list[float | None]:
+        """How fast a total grew up to the end of each slice: its growth by the wall clock's seconds since the reading before."""
+        found: list[float | None] = []
+        before = self.readings.get(-1)
+        for i in range(len(self.slices)):
+            last = self.readings.get(i)
+            grown = None if last is None or before is None else max(total(last) - total(before), 0.0) / (last.at - before.at)
+            found.append(grown)
+            before = last or before
+        return found
