@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import secrets
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trivium_server import (
     anthropic, dashboard, ollama, openai_batches, openai_chat, openai_completions, openai_embeddings, openai_files,
@@ -29,6 +29,9 @@ from trivium_server.models import Models
 from trivium_server.moderation import Moderation
 from trivium_server.recent import Recent
 from trivium_server.settings import Key, Settings
+
+if TYPE_CHECKING:
+    from trivium_server.tracing import Tracing
 
 ROUTES: tuple[Route, ...] = (
     *openai_chat.ROUTES, *openai_completions.ROUTES, *openai_embeddings.ROUTES, *openai_responses.ROUTES, *openai_files.ROUTES,
@@ -55,6 +58,7 @@ class App:
         self.moderation = Moderation(self.settings.moderation)
         self.recent = Recent()
         self.meters.watchers.append(self.recent.add)
+        self.tracing: Tracing | None = None
         self.draining = False
         self.active = 0
         """Calls under way, apart from those that only ask how the server is."""
@@ -74,6 +78,8 @@ class App:
         if scope["type"] != "http":
             raise RuntimeError(f"only HTTP is spoken here, not {scope['type']}")
         headers = dict(scope["headers"])
+        if self.tracing is not None:
+            self.tracing.enter(headers)
         call = Call(self, request_id(headers.get(b"x-request-id", b"")), headers)
         exchange = Exchange(receive, send, {"x-request-id": call.request_id, **self._cors(headers)})
         shape = shape_of(scope["path"])
@@ -86,6 +92,11 @@ class App:
         except Exception as error:
             await self._refuse(exchange, shape, refusal(error), call.request_id)
 
+    def trace(self, tracing: Tracing) -> None:
+        """Makes spans of what ends from now on."""
+        self.tracing = tracing
+        self.meters.watchers.append(tracing.add)
+
     async def _live(self, receive: Receive, send: Send) -> None:
         """From the server's start to its end."""
         watching = asyncio.ensure_future(dashboard.watch(self.recent, self.meters))
@@ -96,6 +107,8 @@ class App:
         if self.batches is not None:
             await self.batches.close()
         watching.cancel()
+        if self.tracing is not None:
+            await asyncio.to_thread(self.tracing.close)
         await send({"type": "lifespan.shutdown.complete"})
 
     async def drain(self, seconds: float) -> None:

@@ -11,6 +11,7 @@ import ssl
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
+from urllib.parse import urlsplit
 
 import uvicorn
 from trivium import AsyncLLM
@@ -49,6 +50,18 @@ def check_certificate(settings: Settings) -> None:
         raise ValueError("a private key was given without a certificate")
 
 
+def check_tracing(settings: Settings) -> None:
+    """Raises ValueError if traces are wanted and can't be had."""
+    if (endpoint := settings.otlp_endpoint) is None:
+        return
+    if not (url := urlsplit(endpoint)).netloc or url.scheme not in ("http", "https"):
+        raise ValueError(f"{endpoint!r:.80} is no http:// or https:// URL of a collector")
+    try:
+        import trivium_server.tracing  # noqa: F401
+    except ImportError as error:
+        raise ValueError(f"{error.name} is missing; pip install 'trivium[otel]' brings it") from error
+
+
 def listen(host: str, port: int) -> socket.socket:
     """A bound socket; OSError says why not."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -70,6 +83,10 @@ def serve(models: Models, settings: Settings, sock: socket.socket) -> int:
     ends the process at once.
     """
     app = App(models, settings)
+    if settings.otlp_endpoint is not None:
+        from trivium_server.tracing import Tracing
+
+        app.trace(Tracing.to(settings.otlp_endpoint))
     config = uvicorn.Config(
         app, http="httptools", loop="uvloop", lifespan="on", log_level="warning", access_log=False, server_header=False,
         timeout_keep_alive=75, timeout_graceful_shutdown=1, ssl_certfile=settings.certificate, ssl_keyfile=settings.private_key,

@@ -71,7 +71,8 @@ class Settings:
     max_upload: bytes of a file with what is around it; batch_max_lines: requests of a batch; batch_max_open: batches of a key that
     are under way; batch_storage: bytes of all files of a key.
 
-    moderation: names of plugins that judge requests and answers."""
+    moderation: names of plugins that judge requests and answers. otlp_endpoint: URL of a collector of traces (for which the extra
+    `otel` is needed); None: there are no traces."""
 
     keys: Keys = field(default_factory=Keys)
     origins: tuple[str, ...] = ()
@@ -91,5 +92,6 @@ class Settings:
     batch_max_open: int = 100
     batch_storage: int = 10 << 30
     moderation: tuple[str, ...] = ()
+    otlp_endpoint: str | None = None
     certificate: Path | None = None
     private_key: Path | None = None

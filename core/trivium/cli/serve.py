@@ -68,6 +68,7 @@ def _add_serving(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--moderation", action="append", metavar="NAME", help="a plugin that judges requests and answers")
     group.add_argument("--request-metrics", action="store_true", help="every answer tells its times")
+    group.add_argument("--otlp-endpoint", metavar="URL", help="sends traces by OTLP over HTTP (needs trivium[otel])")
     group.add_argument("--vllm-metrics", action="store_true", help="/metrics has each name also with vllm: in place of trivium:")
 
 
@@ -76,7 +77,7 @@ def serve(args: argparse.Namespace) -> int:
     try:
         from trivium_server import Settings
         from trivium_server.config import ConfigError, settled
-        from trivium_server.run import check_certificate, listen, load
+        from trivium_server.run import check_certificate, check_tracing, listen, load
         from trivium_server.run import serve as answer
     except ImportError as error:
         raise UsageError(
@@ -92,8 +93,8 @@ def serve(args: argparse.Namespace) -> int:
     settings = Settings(
         keys=_keys(args), origins=tuple(args.allowed_origins or ()), max_body=args.max_body,
         request_timeout=args.request_timeout, shutdown_timeout=args.shutdown_timeout, timings=args.request_metrics,
-        vllm_metrics=args.vllm_metrics, batch_dir=args.batch_dir, batch_parallel=args.batch_parallel,
-        max_upload=args.max_upload, batch_storage=args.batch_storage,
+        vllm_metrics=args.vllm_metrics, otlp_endpoint=args.otlp_endpoint, batch_dir=args.batch_dir,
+        batch_parallel=args.batch_parallel, max_upload=args.max_upload, batch_storage=args.batch_storage,
         moderation=tuple(args.moderation or ()), certificate=args.ssl_certfile, private_key=args.ssl_keyfile,
     )  # fmt: skip
     names, models = args.served_model_name or [], [_named(text) for text in args.model]
@@ -105,6 +106,10 @@ def serve(args: argparse.Namespace) -> int:
         check_certificate(settings)
     except (OSError, ValueError) as error:
         raise UsageError(f"trivium serve: the certificate can't be used: {error}") from error
+    try:
+        check_tracing(settings)
+    except ValueError as error:
+        raise UsageError(f"trivium serve: --otlp-endpoint: {error}") from error
     try:
         if args.batch_dir is not None:
             args.batch_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
