@@ -2,7 +2,8 @@
 
 Time to first token: from the arrival of the request in the engine to the first token made, its wait in the queue included.
 Inter-token latency: an observation for each gap between the moments at which an output grew. Time per output token: the same time
-divided by the tokens after the first, one observation a request. Queue time: arrival to first scheduling.
+divided by the tokens after the first, one observation a request. Queue time: arrival to first scheduling; what a preempted request
+waits later is in the interval it falls into. Names are vLLM's where it has one, with trivium: in place of vllm:.
 """
 
 from __future__ import annotations
@@ -36,11 +37,25 @@ _COUNTS = (
     ("num_preemptions", "preemptions", "Sequences that gave their pages up and ran again"),
     ("spec_decode_num_draft_tokens", "draft_tokens", "Guessed tokens that were checked"),
     ("spec_decode_num_accepted_tokens", "accepted_tokens", "Guessed tokens that came true"),
-    ("engine_steps", "steps", "Steps of the engine"),
+    ("spec_decode_num_failed_drafts", "failed_drafts", "Proposals of drafts that failed"),
+    (
+        "prefix_cache_restored_host_tokens",
+        "restored_host_tokens",
+        "Prompt tokens found that came back from host memory",
+    ),
+    ("prefix_cache_restored_disk_tokens", "restored_disk_tokens", "Prompt tokens found that came back from disk"),
+    ("kv_tier_faults", "tier_faults", "Pages that a tier below the cache could not move or read"),
+    ("engine_steps", "steps", "Steps of the engine; by engine_computed_tokens, the tokens of a step"),
+    ("engine_failed_steps", "failed_steps", "Steps that were undone"),
+    ("engine_computed_tokens", "computed_tokens", "Tokens computed: of prompts, made, and guessed"),
     ("engine_host_seconds", "host_seconds", "Time of the steps in which the device has nothing to do"),
     ("engine_device_seconds", "device_seconds", "Time of the steps on the device"),
+    ("engine_draft_seconds", "draft_seconds", "Time of the steps in which drafts were proposed"),
 )
+_OUTPUTS = (1, 2, 5, 10, 20)
 _LABEL = ["model_name"]
+_CACHE = ["block_size", "num_gpu_blocks", "cache_dtype", "enable_prefix_caching"]
+"""Labels of cache_config_info, by vLLM's names: tokens a page and pages, whatever the device is."""
 
 
 class Ended(NamedTuple):
@@ -85,6 +100,9 @@ class Meters:
         self._gaps = histogram("inter_token_latency_seconds", "Gap between the moments at which an output grew", _SHORT)
         self._prompts = histogram("request_prompt_tokens", "Prompt tokens of a request", _SIZES)
         self._made = histogram("request_generation_tokens", "Tokens that a request made", _SIZES)
+        self._ran = histogram("request_inference_time_seconds", "First scheduling to last token", _LONG)
+        self._outputs = histogram("request_params_n", "Outputs that a request asked for", _OUTPUTS)
+        self._most = histogram("request_params_max_tokens", "Most tokens that a request asked for, where it did", _SIZES)
         labels = [*_LABEL, "finished_reason"]
         self._ended = Counter("trivium:request_success", "Outputs that ended, by how", labels, registry=registry)
         self._refused = Counter("trivium:requests_refused", "Calls that got an error, by its code", ["code"], registry=registry)
@@ -93,7 +111,7 @@ class Meters:
                 one.labels(served.name)
             for reason in ("stop", "length", "tool_calls", "abort", "error"):
                 self._ended.labels(served.name, reason)
-            for one in (self._gaps, self._prompts, self._made):
+            for one in (self._gaps, self._prompts, self._made, self._ran, self._outputs, self._most):
                 one.labels(served.name)
 
     def ended(self, ended: Ended) -> None:
@@ -105,6 +123,10 @@ class Meters:
             self._prompts.labels(name).observe(ended.prompt_tokens)
             self._made.labels(name).observe(ended.generated_tokens)
             self._observe(ended.served, ended.metrics)
+        if ended.params is not None:
+            self._outputs.labels(name).observe(ended.params.n)
+            if ended.params.max_tokens is not None:
+                self._most.labels(name).observe(ended.params.max_tokens)
         for watcher in self.watchers:
             watcher(ended)
 
@@ -117,6 +139,9 @@ class Meters:
             value = getattr(metrics, field)
             if value is not None:
                 histogram.labels(served.name).observe(value)
+        first, queue, decode = metrics.time_to_first_token, metrics.queue_time, metrics.decode_time
+        if first is not None and queue is not None and decode is not None:
+            self._ran.labels(served.name).observe(first - queue + decode)
         gaps = self._gaps.labels(served.name)
         for gap in metrics.inter_token_latencies:
             gaps.observe(gap)
@@ -129,6 +154,7 @@ class Meters:
         """The exposition."""
         registry = CollectorRegistry()
         registry.register(_Now([*(await self.engines()).items()]))
+        registry.register(_Caches([*self._models]))
         text = generate_latest(self._registry) + generate_latest(registry)
         return text + text.replace(b"trivium:", b"vllm:") if self._aliases else text
 
@@ -157,3 +183,24 @@ class _Now:
             for model, stats in self._stats:
                 gauge.add_metric([model], read(stats))
             yield gauge
+        name, text = "trivium:spec_decode_num_accepted_tokens_per_pos", "Guessed tokens that came true, by place"
+        accepted = CounterMetricFamily(name, text, labels=[*_LABEL, "position"])
+        for model, stats in self._stats:
+            for position, count in enumerate(stats.accepted_by_position):
+                accepted.add_metric([model, str(position)], count)
+        yield accepted
+
+
+class _Caches:
+    """How the KV caches are laid out."""
+
+    def __init__(self, served: Sequence[Served]) -> None:
+        self._served = served
+
+    def collect(self) -> Iterator[Metric]:
+        info = GaugeMetricFamily("trivium:cache_config_info", "Layout of the KV cache, in the labels", labels=[*_LABEL, *_CACHE])
+        for served in self._served:
+            loaded, caching = served.llm.loaded, served.llm.engine.config.enable_prefix_caching
+            spec = loaded.kv_spec
+            info.add_metric([served.name, str(spec.page_size), str(loaded.num_pages), spec.dtype, str(caching)], 1)
+        yield info

@@ -366,9 +366,10 @@ def test_o40_the_names_on_metrics_are_a_contract(http):
         "request_queue_time",
         "request_prefill_time",
     }
-    times |= {"request_decode_time", "e2e_request_latency"}
+    times |= {"request_decode_time", "e2e_request_latency", "request_inference_time"}
     want = {f"trivium:{name}_seconds": "histogram" for name in times}
     want |= {f"trivium:{name}": "histogram" for name in ("request_prompt_tokens", "request_generation_tokens")}
+    want |= {f"trivium:{name}": "histogram" for name in ("request_params_n", "request_params_max_tokens")}
     counts = {
         "prompt_tokens",
         "generation_tokens",
@@ -378,10 +379,12 @@ def test_o40_the_names_on_metrics_are_a_contract(http):
         "request_success",
     }
     counts |= {"spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens", "engine_steps", "engine_host_seconds"}
-    counts |= {"engine_device_seconds", "requests_refused"}
+    counts |= {"engine_device_seconds", "requests_refused", "engine_draft_seconds", "engine_computed_tokens", "engine_failed_steps"}
+    counts |= {"spec_decode_num_failed_drafts", "spec_decode_num_accepted_tokens_per_pos", "kv_tier_faults"}
+    counts |= {"prefix_cache_restored_host_tokens", "prefix_cache_restored_disk_tokens"}
     want |= {f"trivium:{name}": "counter" for name in counts}
     gauges = ("num_requests_running", "num_requests_waiting", "num_tokens_waiting", "kv_cache_usage_perc", "kv_cache_free_pages")
-    want |= {f"trivium:{name}": "gauge" for name in gauges}
+    want |= {f"trivium:{name}": "gauge" for name in (*gauges, "cache_config_info")}
     assert {name: kind for name, kind in families.items() if not name.endswith("_created")} == want
 
 
