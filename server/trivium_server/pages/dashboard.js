@@ -10,7 +10,7 @@ const NAMES = {
   queue_time: "Queue", prefill_time: "Prefill", decode_time: "Decode", e2e_time: "Arrival to end",
 };
 const percentiles = (classes) => ["p50", "p90", "p99"].map((name, i) => ({ name, classes: `${classes} ${["", "soft", "softer"][i]}` }));
-const rate = (value) => `${count(value)}/s`;
+const rate = (value) => (value === null ? "–" : `${count(value)}/s`);
 
 const charts = {
   first: new Chart(find("first-chart"), "Time to first token", percentiles("prefill"), { format: time, bridge: true }),
@@ -54,7 +54,8 @@ async function look() {
     again = error.status !== 401;
     if (!again) panel.ask(error.message);
     if (error.status === 404 && model()) find("model").value = "";
-    state("bad", again ? "no connection, trying again" : "a key is needed");
+    if (again) state("bad", "no connection, trying again");
+    else state("wait", "a key is needed");
   }
   if (again && !document.hidden) timer = setTimeout(look, EVERY);
 }

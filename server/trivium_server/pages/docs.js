@@ -76,6 +76,7 @@ function shape(schema, seen) {
     found.append(...nested(whole, [...seen, name]));
     return found;
   }
+  fields.sort(([one], [other]) => Boolean(whole.required?.includes(other)) - Boolean(whole.required?.includes(one)));
   const rows = fields.map(([field, value]) => row(field, value, whole.required?.includes(field), [...seen, name]));
   const head = make("thead", {}, make("tr", {}, ...["field", "type"].map((text) => make("th", { scope: "col" }, text))));
   found.append(make("div", { classes: "scroll" }, make("table", {}, head, make("tbody", {}, ...rows))));
