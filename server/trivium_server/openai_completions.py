@@ -92,7 +92,8 @@ class _Writer:
     def choice(self, request: RequestOutput, output: CompletionOutput) -> TextChoice:
         """The next piece of an output, or all of it."""
         begins = output.index not in self._offsets
-        self._offsets.setdefault(output.index, Offsets())
+        if begins:
+            self._offsets[output.index] = Offsets()
         echoed = self._echoed(request) if begins and self._body.echo else ""
         found = None
         if self._body.logprobs is not None:
