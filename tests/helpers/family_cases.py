@@ -47,6 +47,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         **_ROUTED, **_LATENT, "n_group": 4, "topk_group": 2, "q_lora_rank": None,
         "rope_scaling": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.7},
     }),
+    "gpt-oss": ("GptOss", {
+        "num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 24, "sliding_window": 7, "num_hidden_layers": 4,
+        "rope_scaling": {**YARN, "truncate": False, "beta_fast": 32.0, "beta_slow": 1.0}, "swiglu_limit": 2.0,
+    }),
+    "lfm2": ("Lfm2", {"full_attn_idxs": [1], "block_multiple_of": 16}),
+    "lfm2-wide": ("Lfm2", {
+        "layer_types": ["conv", "full_attention", "conv", "conv"], "num_hidden_layers": 4, "conv_L_cache": 4, "conv_bias": True,
+        "block_auto_adjust_ff_dim": False, "tie_word_embeddings": False,
+    }),
     "olmo2": ("Olmo2", {}),
     "olmo2-biases": ("Olmo2", {"attention_bias": True, "num_key_value_heads": 4, "tie_word_embeddings": True}),
     "olmo3": ("Olmo3", {"num_hidden_layers": 5, "sliding_window": 7}),
