@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +23,8 @@ _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.+)")
 
 
 class Lazy(Weight):
-    """A weight whose data is made each time it is asked for."""
+    """A weight whose data is made each time it is asked for; only if nobody knows its origin is it kept, since backends then tell
+    weights apart by where they lie."""
 
     def __init__(
         self, name: str, shape: tuple[int, ...], format: str, make: Callable[[], Array],
@@ -36,9 +37,15 @@ class Lazy(Weight):
     _make: Callable[[], Array]
     _nbytes: int
 
+    _kept: Array | None = None
+
     @property
     def data(self) -> Array:
-        return self._make()
+        if self.origin:
+            return self._make()
+        if self._kept is None:
+            object.__setattr__(self, "_kept", self._make())
+        return cast(Array, self._kept)
 
     @property
     def nbytes(self) -> int:
@@ -83,7 +90,8 @@ class Rearranged(Lazy):
         shape = take(np.broadcast_to(np.float32(0), weight.shape)).shape
         size = int(np.prod(shape)) * (weight.data.itemsize if plain else 4)
         format, decoder = (weight.format, weight.decoder) if plain else ("float32", _same)
-        super().__init__(name, shape, format, self._taken, decoder, "", size)
+        origin = weight.origin and f"{weight.origin} as {name}"
+        super().__init__(name, shape, format, self._taken, decoder, origin, size)
         object.__setattr__(self, "_source", weight)
         object.__setattr__(self, "_take", take)
 

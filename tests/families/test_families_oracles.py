@@ -19,7 +19,7 @@ def test_prefill_and_decode_logits_equal_the_oracle(name: str, tmp_path: Path) -
     model, checkpoint = open_case(name, tmp_path)
     program = build(checkpoint.config)
     weights = weights_of(program, checkpoint)
-    prompts = make_prompts((37, 16, 9, 21))
+    prompts = make_prompts((37, 16, 9, 21), 259)
     want = [oracle_logits(model, p) for p in prompts]
     for page_size, chunk in [(4, 5), (16, 16)]:
         got = run_in_chunks(PagedRunner(program, weights, page_size=page_size), prompts, chunk, decode=DECODE)

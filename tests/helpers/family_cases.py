@@ -12,7 +12,7 @@ from trivium.ops import Program
 from trivium.weights import Checkpoint, open_checkpoint
 
 _SIZES: dict[str, Any] = {
-    "vocab_size": 320, "hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "vocab_size": 259, "hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 512, "tie_word_embeddings": False,
     "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
 }  # fmt: skip

@@ -51,9 +51,9 @@ class CpuSession(Session):
         return self.read_weight(tensor) if isinstance(tensor, Resident) else np.asarray(tensor)
 
     def load(self, weight: Weight, format: str) -> Tensor:
-        """Packs a weight, once: the same memory loaded twice in one format (tied embeddings) is kept once. What lies in a
-        mapped file and is only rearranged is packed in the background, to the end of compile()."""
-        key = (weight.data.__array_interface__["data"][0], weight.nbytes, weight.shape, weight.format, format)
+        """Packs a weight, once: one of the same origin, or the same memory, that is loaded twice in one format (tied embeddings) is
+        kept once. What lies in a mapped file and is only rearranged is packed in the background, to the end of compile()."""
+        key = (weight.origin or weight.data.__array_interface__["data"][0], weight.nbytes, weight.shape, weight.format, format)
         if key not in self._loaded:
             resident = self._load(weight, format)
             self._loaded[key] = resident, weight  # the weight keeps its memory, so that the address stays its own

@@ -104,7 +104,7 @@ class TorchSession(Session):
 
     def load(self, weight: Weight, format: str) -> Resident:
         """The same matrix loaded twice in one format (tied embeddings) is kept once."""
-        key = (weight.data.__array_interface__["data"][0], weight.nbytes, weight.shape, weight.format, format)
+        key = (weight.origin or weight.data.__array_interface__["data"][0], weight.nbytes, weight.shape, weight.format, format)
         if key in self._loaded:
             return self._loaded[key][0]
         resident = self.make_weight(weight, format)

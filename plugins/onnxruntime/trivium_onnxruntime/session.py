@@ -43,7 +43,7 @@ class OnnxSession(Session):
 
     def load(self, weight: Weight, format: str) -> Tensor:
         """Rearranges or rounds a weight, once: the same memory loaded twice in one format (tied embeddings) is kept once."""
-        key = (weight.data.__array_interface__["data"][0], weight.nbytes, weight.shape, weight.format, format)
+        key = (weight.origin or weight.data.__array_interface__["data"][0], weight.nbytes, weight.shape, weight.format, format)
         if key not in self._loaded:
             self._loaded[key] = load(weight, format), weight  # the weight keeps its memory, so that the address stays its own
         return self._loaded[key][0]
