@@ -136,9 +136,10 @@ class Store:
         except BaseException:
             self._db.close()
             raise
-        for path in self._files.iterdir():  # what an upload or an output left behind that came to no end
-            if path.name not in known:
-                path.unlink()
+        kept = {path.name for path in self._files.iterdir()}
+        for name in kept - known:  # what an upload or an output left behind that came to no end
+            self.path(name).unlink()
+        self._db.executemany("DELETE FROM files WHERE id = ?", [(id,) for id in known - kept])
         self.sweep()
 
     def close(self) -> None:

@@ -171,22 +171,24 @@ class Batches:
             del self._running[batch.id]
 
     async def _answer_all(self, owner: str, batch: Batch) -> None:
-        after = 0
+        after, begun = 0, asyncio.Semaphore(self._app.settings.batch_parallel)
         async with asyncio.TaskGroup() as group:
             while lines := await self.do(self.store.waiting, batch.id, after, 100):
                 for line in lines:
-                    await self._seats.acquire()
+                    await begun.acquire()
                     task = group.create_task(self._answer(owner, batch, line))
-                    task.add_done_callback(lambda _: self._seats.release())
+                    task.add_done_callback(lambda _: begun.release())
                 after = lines[-1].number
 
     async def _answer(self, owner: str, batch: Batch, line: Line) -> None:
-        """One request. What may pass (a full queue, a model that is not there just now) is waited for."""
-        raw = await asyncio.to_thread(_read, self.store.path(batch.input_file_id), line)
+        """One request. What may pass (a full queue, a model that is not there just now) is waited for, without a seat."""
+        path = self.store.path(batch.input_file_id)
         call = Call(self._app, new_id("req_"), {}, self._key(owner), background=True)
         while True:
             try:
-                status, body = 200, await self._reply(ENDPOINTS[batch.endpoint], call, owner, raw)
+                async with self._seats:
+                    raw = await asyncio.to_thread(_read, path, line)
+                    status, body = 200, await self._reply(ENDPOINTS[batch.endpoint], call, owner, raw)
                 break
             except Exception as error:
                 fault = refusal(error)

@@ -6,12 +6,13 @@ import contextlib
 import json
 import sqlite3
 import time
+from dataclasses import replace
 
 import pytest
 from http_server import CHAT, SECRET, SPELL, running
 from trivium_server.batch_store import Batch, FileObject, Line, Store
-from trivium_server.batches import check
-from trivium_server.faults import Refusal
+from trivium_server.batches import ENDPOINTS, check
+from trivium_server.faults import Refusal, unavailable
 
 pytestmark = pytest.mark.http
 CHATS = "/v1/chat/completions"
@@ -230,9 +231,11 @@ def test_a_file_is_kept_as_long_as_a_batch_needs_it_and_as_its_owner_says(tmp_pa
     assert [f.id for f in store.files("me", None, None, 9, True)] == [young] and store.path(used).exists()
     store.fail("me", "batch_1", [])
     store.path("file-left").write_bytes(b"from an upload that broke off")
+    store.path(made(900)).unlink()
     store.close()
     store = Store(tmp_path)
     assert [path.name for path in (tmp_path / "files").iterdir()] == [young]
+    assert [f.id for f in store.files("me", None, None, 9, True)] == [young]
     store.close()
 
 
@@ -313,6 +316,27 @@ def test_batches_wait_for_everybody_else(folder, tmp_path):
             assert http.post(CHATS, json=CHAT).status_code == 200
         assert http.get(f"/v1/batches/{id}").json()["request_counts"]["completed"] <= 3
         assert http.post(f"/v1/batches/{id}/cancel").status_code == 200
+
+
+def test_what_must_wait_keeps_no_other_batch_waiting(folder, tmp_path, monkeypatch):
+    """As if the model of /v1/embeddings were not there for now."""
+    handler = ENDPOINTS["/v1/embeddings"].handler
+    absent = [True]
+
+    async def embed(call, body):
+        if absent:
+            raise unavailable("not now")
+        return await handler(call, body)
+
+    monkeypatch.setitem(ENDPOINTS, "/v1/embeddings", replace(ENDPOINTS["/v1/embeddings"], handler=embed))
+    with running(folder, batch_dir=tmp_path, batch_parallel=2) as server, client(server) as http:
+        url = "/v1/embeddings"
+        waits = begin(http, lines(*(request(f"r{i}", url, input="a") for i in range(9))), url)
+        until(http, waits, lambda batch: batch["status"] == "in_progress")
+        other = until(http, begin(http, lines(*(request(f"r{i}", max_tokens=1) for i in range(9)))), ended)
+        assert other["status"] == "completed" and http.get(f"/v1/batches/{waits}").json()["request_counts"]["completed"] == 0
+        absent.clear()
+        assert until(http, waits, ended)["request_counts"] == {"total": 9, "completed": 9, "failed": 0}
 
 
 def test_a_key_that_is_gone_works_no_more(folder, tmp_path):
