@@ -39,34 +39,26 @@ def stats(**totals):
     return SimpleNamespace(**{**dict.fromkeys(fields, 0), **totals})
 
 
+def digest_of(times):
+    digest = Digest(np.zeros(Digest.BUCKETS, np.int32))
+    for value in times:
+        digest.add(value)
+    return digest
+
+
 @given(TIMES)
 @settings(max_examples=60, deadline=None)
 def test_quantiles_are_at_most_two_per_cent_off(times):
-    digest = Digest()
-    for value in times:
-        digest.add(value)
     want = np.quantile(times, SHARES, method="inverted_cdf")
+    digest = digest_of(times)
     assert digest.count == len(times)
     assert digest.quantiles(SHARES) == pytest.approx(want, rel=0.0201)
 
 
-@given(TIMES, TIMES)
-@settings(max_examples=30, deadline=None)
-def test_digests_add_up(one, other):
-    parts, whole = [Digest(), Digest()], Digest()
-    for digest, times in zip(parts, (one, other)):
-        for value in times:
-            digest.add(value)
-            whole.add(value)
-    parts[0].update(parts[1])
-    assert parts[0].quantiles(SHARES) == whole.quantiles(SHARES) and parts[0].count == whole.count
-
-
-def test_nothing_has_no_quantiles_and_zero_is_a_time():
-    digest = Digest()
-    assert digest.quantiles(SHARES) is None
-    digest.add(0.0)
-    assert digest.quantiles([0.5])[0] < 1e-5
+def test_nothing_has_no_quantiles_and_any_time_has_a_place():
+    assert digest_of([]).quantiles(SHARES) is None
+    assert digest_of([0.0]).quantiles([0.5])[0] < 2e-5
+    assert digest_of([1e9]).quantiles([0.5])[0] > 3e4
 
 
 @pytest.mark.parametrize("minutes", [1, 5, 15])
