@@ -194,7 +194,8 @@ async def _measured(args: argparse.Namespace, plan: Plan, client: Client, seed: 
         extra=dict(args.body or ()),
     )  # fmt: skip
     prompts, how = await _prompts(args, client, target, seed)
-    generator = Generator(client, target, prompts, args.timeout, _Progress(plan.load["requests"], quiet=args.json))
+    progress = _Progress(plan.load["requests"], quiet=args.json)
+    generator = Generator(client, target, prompts, args.timeout, progress)
     asks = iter(plan.asks)
     first = next(asks)
     asks = itertools.chain([first], asks)
@@ -205,6 +206,7 @@ async def _measured(args: argparse.Namespace, plan: Plan, client: Client, seed: 
         run = await generator.closed(asks, plan.concurrency, args.duration)
     else:
         run = await generator.open(asks, args.duration, args.max_in_flight)
+    progress.end()
     about = {"server": args.url.authority, "model": target.model, "endpoint": args.endpoint, "prompts": how}
     return summarized(run, plan.load, about, args.slo), run
 
@@ -232,3 +234,8 @@ class _Progress:
         self._done += 1
         if not self._quiet and self._done % 10 == 0:
             print(f"\r{self._done}{self._of} answers", end="", file=sys.stderr, flush=True)
+
+    def end(self) -> None:
+        """What follows begins on a line of its own."""
+        if not self._quiet:
+            print(file=sys.stderr)
