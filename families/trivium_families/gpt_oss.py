@@ -27,7 +27,7 @@ _EXPERTS = re.compile(r"(.*\.mlp\.experts)\.(gate_up_proj|down_proj)(_bias)?(?:\
 
 
 def build(info: ModelInfo, max_model_len: int | None) -> Program:
-    """The Program of a gpt-oss model."""
+    """gpt-oss: attention sinks, windows in every second layer, experts with biases and a clipped activation."""
     d, config = Decoder(info, max_model_len), info.config
     bias = flag(config, "attention_bias", True)
     rotate, x = d.rotation(), d.embed()

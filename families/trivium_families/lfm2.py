@@ -53,7 +53,7 @@ def kinds(info: ModelInfo) -> tuple[str, ...]:
 
 
 def build(info: ModelInfo, max_model_len: int | None) -> Program:
-    """The Program of an LFM2 model."""
+    """LFM2: gated short convolutions, and attention with q and k norms in some layers."""
     d = Decoder(info, max_model_len)
     rotate, x = d.rotation(), d.embed()
     for i, kind in enumerate(kinds(info)):

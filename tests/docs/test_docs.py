@@ -66,3 +66,7 @@ def test_every_parser_is_documented():
 
     text = (ROOT / "docs" / "chat.md").read_text()
     assert [name for name in [*TOOLS, *REASONING] if f"`{name}`" not in text] == []
+
+
+def test_the_page_of_models_is_what_its_tool_writes():
+    subprocess.run([sys.executable, "tools/models_page.py", "--check"], cwd=ROOT, check=True)

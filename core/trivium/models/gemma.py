@@ -27,13 +27,13 @@ GEMMA3_DEFAULTS: RawConfig = {
 
 
 def build_gemma2(info: ModelInfo, max_model_len: int | None) -> Program:
-    """The Program of a Gemma 2 model."""
+    """Gemma 2: norms around each block, windows in every second layer, soft caps on scores and logits."""
     d, softcap = gemma_decoder(info, max_model_len), cap_of(info, "attn_logit_softcapping")
     return gemma_layers(d, info.windows(lambda layer: layer % 2 == 0), (d.rotation(),) * 2, softcap=softcap)
 
 
 def build_gemma3(info: ModelInfo, max_model_len: int | None) -> Program:
-    """The Program of a Gemma 3 text model."""
+    """Gemma 3 (text): windows in five layers of six, each kind with its own rotary base; q and k norms."""
     pattern = count(info.config, "sliding_window_pattern")
     d = gemma_decoder(info, max_model_len)
     return gemma_layers(d, info.windows(lambda layer: (layer + 1) % pattern != 0), _gemma3_rotations(d), qk_norm=True)

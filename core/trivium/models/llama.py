@@ -24,7 +24,7 @@ def build_llama(info: ModelInfo, max_model_len: int | None, windows: tuple[int |
 
 
 def build_mistral(info: ModelInfo, max_model_len: int | None) -> Program:
-    """Every layer attends within `sliding_window`, if there is one."""
+    """Mistral: every layer attends within `sliding_window`, if there is one."""
     return build_llama(info, max_model_len, info.windows(lambda layer: True))
 
 
