@@ -42,6 +42,7 @@ public:
   void configure(const Config& config);  // LDTILECFG: all tiles become zero
   template <int tile> void zero() { zero_tile(tile); }
   template <int tile> void load(const void* from, int64_t stride) { load_tile(tile, from, stride); }
+  template <int tile> void stream(const void* from, int64_t stride) { load_tile(tile, from, stride); }
   template <int tile> void store(void* to, int64_t stride) const { store_tile(tile, to, stride); }
   template <int c, int a, int b> void dot_signed_signed() { dot_bytes(c, a, b, true, true); }       // TDPBSSD
   template <int c, int a, int b> void dot_signed_unsigned() { dot_bytes(c, a, b, true, false); }    // TDPBSUD
@@ -80,6 +81,10 @@ public:
   template <int tile> void zero() { asm volatile("tilezero %%tmm%c0" : : "i"(tile)); }
   template <int tile> void load(const void* from, int64_t stride) {
     asm volatile("tileloadd (%0,%1,1), %%tmm%c2" : : "r"(from), "r"(stride), "i"(tile) : "memory");
+  }
+  // A load of what shall not push other things out of the first-level cache.
+  template <int tile> void stream(const void* from, int64_t stride) {
+    asm volatile("tileloaddt1 (%0,%1,1), %%tmm%c2" : : "r"(from), "r"(stride), "i"(tile) : "memory");
   }
   template <int tile> void store(void* to, int64_t stride) const {
     asm volatile("tilestored %%tmm%c2, (%0,%1,1)" : : "r"(to), "r"(stride), "i"(tile) : "memory");

@@ -1,10 +1,11 @@
-// Attention of bfloat16 pages on matrix tiles: another attend_rows (see attention_impl.h) for up to 16 rows of one kv head.
+// Attention of bfloat16 pages on matrix tiles: another attend_rows (see attention_impl.h) for up to 32 rows of one kv head.
 //
 // Keys lie in pages in pairs of dimensions and values in pairs of tokens, so that both are second operands of the dot as they lie, and
 // its sums go to the scores and to the partial results without a detour. Work of 16 rows on a span of 256 keys at head_dim 64:
-//   dots     32 for the scores and 32 for the values, 16 cycles each: 1,024 cycles; 16 key tiles' and 32 value tiles' loads of 8 cycles beside
-//   softmax  4,096 weights of about 20 operations on 16 lanes: 2,560 cycles on two ports
-// The softmax is the bound; the tiles run at two fifths of their peak of 512 multiply-adds a cycle. Bytes: 64 kB of keys and values.
+//   dots     32 for the scores and 32 for the values, 16 cycles each: 1,024 cycles
+//   softmax  256 vectors of ten operations on two ports: 1,280 cycles
+// The scores of 32 rows take 34 of the 48 kB of a first-level cache; a tile of keys or values comes from the second in 20 cycles. So each is
+// loaded once for two blocks of 16 rows, with a hint to leave the scores where they are.
 //
 // Every number of rows takes this way, and sums run over blocks of 32 dimensions and 32 tokens from the span's start, whatever the rows
 // see: that is why a row's bits don't depend on its neighbours. Within a dot even and odd numbers are summed apart (TDPBF16PS), so that
@@ -23,7 +24,7 @@ struct TileAttention {
 
   static constexpr int64_t kDepth = 32;  // dimensions, or tokens, of one dot
   static constexpr int64_t kTileDims = amx::kRowBytes / 4;
-  static_assert(kKeyRun == kTileDims && kValueAlign == kTileDims && kSpanRows == amx::kRows);
+  static_assert(kKeyRun == kTileDims && kValueAlign == kTileDims && kSpanRows == 2 * amx::kRows);
 
   // Some rows of a span, the keys that any of them sees, and where these are.
   struct Block {
@@ -45,44 +46,84 @@ struct TileAttention {
     }
   };
 
-  // Tiles 0-3: sums; 4 and 6: the factors of a whole dot; 5 and 7: those of the last dimensions of keys.
+  // One or two blocks of 16 rows are worked on at a time, with four columns of 16 sums for one, two for each of two. Tiles 0-3: sums; 4 and 6:
+  // the factors of a whole dot; 5 and 7: one block's factors of the last dimensions of keys, or the second ones of two.
+  template <int kBlocks>
+  static constexpr int kColumns = 4 / kBlocks;
+
   static amx::Config config(int64_t rows, int64_t last_pairs) {
     amx::Config c;
-    for (int sum = 0; sum < 4; ++sum) c.shape(sum, rows, amx::kRowBytes);
-    c.shape(4, rows, amx::kRowBytes);
-    c.shape(5, rows, 4 * last_pairs);
+    const int64_t first = std::min<int64_t>(rows, amx::kRows), second = rows > amx::kRows ? rows - amx::kRows : first;
+    for (int sum = 0; sum < 4; ++sum) c.shape(sum, sum < 2 ? first : second, amx::kRowBytes);
+    c.shape(4, first, amx::kRowBytes);
+    c.shape(5, second, 4 * last_pairs);
     c.shape(6, kDepth / 2, amx::kRowBytes);
     c.shape(7, last_pairs, amx::kRowBytes);
     return c;
   }
 
-  // Calls f.operator()<i>() for the first `count` sums.
-  template <class F>
-  static void each_sum(int64_t count, F f) {
-    f.template operator()<0>();
-    if (count > 1) f.template operator()<1>();
-    if (count > 2) f.template operator()<2>();
-    if (count > 3) f.template operator()<3>();
+  // Calls f.operator()<i>() for i in 0 .. count - 1, at most kMost.
+  template <int kMost, class F>
+  static void each(int64_t count, F f) {
+    if constexpr (kMost > 1) each<kMost - 1>(count, f);
+    if (kMost <= count) f.template operator()<kMost - 1>();
   }
 
+  // Sums of one block and `count` columns += a dot. left: its rows, stride bytes apart; right<tile>(i) loads the factors of column i.
+  template <int kLeft, int kRight, class Right>
+  static void dot_one(Tiles& tiles, int64_t count, const uint8_t* left, int64_t stride, Right right) {
+    tiles.template load<kLeft>(left, stride);
+    each<4>(count, [&]<int i>() {
+      right.template operator()<kRight>(i);
+      tiles.template dot_bfloat16<i, kLeft, kRight>();
+    });
+  }
+
+  // The same for two blocks.
+  template <class Right>
+  static void dot_two(Tiles& tiles, int64_t count, const uint8_t* left, int64_t stride, Right right) {
+    right.template operator()<6>(0);
+    tiles.template load<4>(left, stride);
+    tiles.template dot_bfloat16<0, 4, 6>();
+    tiles.template load<5>(left + amx::kRows * stride, stride);
+    tiles.template dot_bfloat16<2, 5, 6>();
+    if (count < 2) return;
+    right.template operator()<7>(1);
+    tiles.template dot_bfloat16<1, 4, 7>();
+    tiles.template dot_bfloat16<3, 5, 7>();
+  }
+
+  static void zero(Tiles& tiles) {
+    each<4>(4, [&]<int i>() { tiles.template zero<i>(); });
+  }
+
+  // `count` columns of all blocks to rows of `stride` numbers.
+  template <int kBlocks>
+  static void store(const Tiles& tiles, int64_t count, float* to, int64_t stride) {
+    each<kColumns<kBlocks>>(count, [&]<int i>() {
+      tiles.template store<i>(to + i * kTileDims, stride * 4);
+      if constexpr (kBlocks == 2) tiles.template store<2 + i>(to + amx::kRows * stride + i * kTileDims, stride * 4);
+    });
+  }
+
+  template <int kBlocks>
   static void score(Tiles& tiles, const Block& b) {
     const AttentionSpan& s = b.s;
-    const int64_t pairs = s.layout.key_dim() / 2, stride = s.layout.page_size * 4, whole = (pairs - 1) / (kDepth / 2);
-    const uint8_t* q = s.q + b.row * s.layout.query_bytes();
-    for (int n = b.first; n < b.last; n += 4) {
+    const int64_t pairs = s.layout.key_dim() / 2, stride = s.layout.page_size * 4, last = (pairs - 1) / (kDepth / 2), row = s.layout.query_bytes();
+    const uint8_t* q = s.q + b.row * row;
+    for (int n = b.first; n < b.last; n += kColumns<kBlocks>) {
       const int64_t count = b.last - n;
-      const auto add = [&]<int kQuery, int kKey>(int64_t block) {
-        tiles.template load<kQuery>(q + block * amx::kRowBytes, s.layout.query_bytes());
-        each_sum(count, [&]<int i>() {
+      zero(tiles);
+      for (int64_t block = 0; block <= last; ++block) {
+        const auto keys = [&]<int tile>(int i) {
           const Run& run = b.runs[n + i];
-          tiles.template load<kKey>(run.page + s.key_offset + block * (kDepth / 2) * stride + run.token * 4, stride);
-          tiles.template dot_bfloat16<i, kQuery, kKey>();
-        });
-      };
-      each_sum(count, [&]<int i>() { tiles.template zero<i>(); });
-      for (int64_t block = 0; block < whole; ++block) add.template operator()<4, 6>(block);
-      add.template operator()<5, 7>(whole);
-      each_sum(count, [&]<int i>() { tiles.template store<i>(s.scores + (n + i) * kKeyRun, kSpan * 4); });
+          tiles.template stream<tile>(run.page + s.key_offset + block * (kDepth / 2) * stride + run.token * 4, stride);
+        };
+        if constexpr (kBlocks == 2) dot_two(tiles, count, q + block * amx::kRowBytes, row, keys);
+        else if (block < last) dot_one<4, 6>(tiles, count, q + block * amx::kRowBytes, row, keys);
+        else dot_one<5, 7>(tiles, count, q + block * amx::kRowBytes, row, keys);
+      }
+      store<kBlocks>(tiles, count, s.scores + n * kKeyRun, kScoreStride);
     }
   }
 
@@ -118,49 +159,52 @@ struct TileAttention {
     }
   };
 
+  template <int kBlocks>
   static void weigh(Tiles& tiles, const Block& b, float* values) {
     const int64_t dims = b.s.layout.value_dim();
-    const auto* weights = reinterpret_cast<const uint16_t*>(b.s.scores);
-    for (int64_t dim = 0; dim < dims; dim += 4 * kTileDims) {
-      const int64_t count = std::min<int64_t>(4, (dims - dim) / kTileDims);
-      each_sum(count, [&]<int i>() { tiles.template zero<i>(); });
+    const auto* weights = reinterpret_cast<const uint8_t*>(b.s.scores);
+    for (int64_t dim = 0; dim < dims; dim += kColumns<kBlocks> * kTileDims) {
+      const int64_t count = std::min<int64_t>(kColumns<kBlocks>, (dims - dim) / kTileDims);
+      zero(tiles);
       for (int64_t chunk = b.keys.low / kDepth; chunk * kDepth < b.keys.high; ++chunk) {
         const Values v(b, chunk, dim, count);
-        tiles.template load<4>(weights + chunk * kDepth, kSpan * 4);
-        each_sum(count, [&]<int i>() {
-          tiles.template load<6>(v.data + i * amx::kRowBytes, v.stride);
-          tiles.template dot_bfloat16<i, 4, 6>();
-        });
+        const auto values_of = [&]<int tile>(int i) { tiles.template stream<tile>(v.data + i * amx::kRowBytes, v.stride); };
+        if constexpr (kBlocks == 2) dot_two(tiles, count, weights + chunk * amx::kRowBytes, kScoreStride * 4, values_of);
+        else dot_one<4, 6>(tiles, count, weights + chunk * amx::kRowBytes, kScoreStride * 4, values_of);
       }
-      each_sum(count, [&]<int i>() { tiles.template store<i>(values + dim + i * kTileDims, dims * 4); });
+      store<kBlocks>(tiles, count, values + dim, dims);
     }
   }
 
+  template <int kBlocks>
   static void attend_block(Tiles& tiles, const Block& b, const Partial& out) {
     const AttentionSpan& s = b.s;
     if (b.keys.low >= b.keys.high) {
       for (int64_t r = 0; r < b.rows; ++r) out.peak[b.row + r] = -INFINITY;
       return;
     }
-    score(tiles, b);
+    score<kBlocks>(tiles, b);
     const Keys scored{b.keys.low / kDepth * kDepth, (b.keys.high + kDepth - 1) / kDepth * kDepth};  // all that weigh() reads
+    float *peak = out.peak + b.row, *total = out.total + b.row;
+    for (int64_t r = 0; r < b.rows; ++r) peak[r] = find_peak(s, visible(s, b.row + r), s.scores + r * kScoreStride);
     for (int64_t r = 0; r < b.rows; ++r) {
-      const Softened softened = soften<Pages>(s, visible(s, b.row + r), scored, b.runs, s.scores + r * kSpan);
-      out.peak[b.row + r] = softened.peak;
-      out.total[b.row + r] = softened.total;
+      total[r] = soften<Pages>(s, visible(s, b.row + r), scored, b.runs, peak[r], s.scores + r * kScoreStride).total;
     }
-    weigh(tiles, b, out.values + b.row * s.layout.value_dim());
+    weigh<kBlocks>(tiles, b, out.values + b.row * s.layout.value_dim());
   }
 
   // As Kernels::attend.
   static void attend(const AttentionSpan& s, const Partial& out) {
     if (s.layout.type != KvType::bfloat16) return TRIVIUM_TIER::attend(s, out);
     const int64_t pairs = s.layout.key_dim() / 2, last_pairs = (pairs - 1) % (kDepth / 2) + 1;
-    int64_t rows = std::min(s.rows, kSpanRows);
+    const int64_t most = last_pairs == kDepth / 2 ? 2 * amx::kRows : amx::kRows;  // two blocks have no tiles for part of a dot
+    int64_t rows = std::min(s.rows, most);
     Tiles tiles(config(rows, last_pairs));
     for (int64_t row = 0; row < s.rows; row += rows) {
       if (s.rows - row < rows) tiles.configure(config(rows = s.rows - row, last_pairs));
-      attend_block(tiles, Block(s, row, rows), out);
+      const Block block(s, row, rows);
+      if (rows > amx::kRows) attend_block<2>(tiles, block, out);
+      else attend_block<1>(tiles, block, out);
     }
   }
 };

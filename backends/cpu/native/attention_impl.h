@@ -5,11 +5,13 @@
 // query, the keys it sees and their positions alone.
 //
 // Another implementation for the same format (matrix tiles) replaces attend_rows<Pages, R>: for R rows of AttentionSpan::q it makes
-// scores[R][kSpan] of the keys that any of them sees (score), calls soften() row by row, which leaves pairs of Numbers for the runs that
+// scores[R][kScoreStride] of the keys that any of them sees (score), calls soften() row by row, which leaves pairs of Numbers for the runs that
 // were scored, and multiplies them with the values (weigh). It must do so for every number of rows, one included, since a row's bits may not
 // depend on its neighbours; what it reads beyond a row's keys must meet a weight of 0, and nothing beyond the last key may be read as a
 // number, for it may be NaN.
 #pragma once
+
+#include <algorithm>
 
 #include "kv_pages.h"
 #include "rows_impl.h"
@@ -94,7 +96,7 @@ inline void score_runs(const AttentionSpan& s, int64_t row, const Run* runs, flo
   const uint8_t* q = s.q + row * stride;
   // Few rows wait for memory: the values of the same tokens come meanwhile, in as many steps as their keys take.
   constexpr int64_t kStep = 2 * kKeyRun * static_cast<int64_t>(sizeof(Item)) / Pages::kHalves;
-  const bool ahead = s.rows <= kSpanRows;
+  const bool ahead = s.rows <= kFewRows;
   const int64_t row_bytes = s.layout.value_dim() * static_cast<int64_t>(sizeof(Item));
   for (int64_t pair = 0; pair < pairs; ++pair) {
     for (int half = 0; half < Pages::kHalves; ++half) {
@@ -115,10 +117,10 @@ inline void score_runs(const AttentionSpan& s, int64_t row, const Run* runs, flo
       const Vec scale = load_bf16(key_scales(s.layout, const_cast<uint8_t*>(run.page) + s.key_offset) + run.token + v % kRunVectors * W);
       for (int r = 0; r < R; ++r) {
         const Vec of_query = set1(*reinterpret_cast<const float*>(q + (r + 1) * stride - sizeof(float)));
-        store(scores + r * kSpan + v * W, to_float(sums[r][v]) * (scale * of_query));
+        store(scores + r * kScoreStride + v * W, to_float(sums[r][v]) * (scale * of_query));
       }
     } else {
-      for (int r = 0; r < R; ++r) store(scores + r * kSpan + v * W, sums[r][v]);
+      for (int r = 0; r < R; ++r) store(scores + r * kScoreStride + v * W, sums[r][v]);
     }
   }
 }
@@ -132,61 +134,84 @@ inline void score(const AttentionSpan& s, int64_t row, const Run* runs, int n, i
 
 // What a row's softmax over one span comes to. factor: what the weighted sums must be multiplied by.
 struct Softened {
-  float peak, total, factor;
+  float total, factor;
 };
 
-// Turns the scores of one row into weights 2^(score - peak), rounded to the format's Numbers and stored in the scores' place: all of `scored`
-// (whole runs), 0 outside `seen`.
+// Vectors with keys that are seen.
+inline Keys whole_vectors(Keys seen) { return {seen.low / W * W, (seen.high + W - 1) / W * W}; }
+
+// The largest score of one row; -infinity: it sees no key. Scores beyond `seen` in the same vectors become -infinity.
+inline float find_peak(const AttentionSpan& s, Keys seen, float* scores) {
+  if (seen.low >= seen.high) return -INFINITY;
+  const Keys whole = whole_vectors(seen);
+  if (s.softcap > 0) map(scores + whole.low, whole.high - whole.low, [cap = set1(s.softcap)](Vec x) { return capped(x, cap) * set1(kLog2e); }, scores + whole.low);
+  if (seen.low > whole.low || seen.high < whole.high) {
+    for (const int64_t i : {whole.low, whole.high - W}) store(scores + i, between(load(scores + i), seen.low - i, seen.high - i));
+  }
+  return max_of(scores + whole.low, whole.high - whole.low);
+}
+
+// Turns the scores of one row, from find_peak, into weights 2^(score - peak), rounded to the format's Numbers and stored in the scores' place:
+// all of `scored` (whole runs), 0 outside `seen`. Rows wait for their peaks, so those of all rows are looked for first.
 template <typename Pages>
-inline Softened soften(const AttentionSpan& s, Keys seen, Keys scored, const Run* runs, float* scores) {
+inline Softened soften(const AttentionSpan& s, Keys seen, Keys scored, const Run* runs, float peak, float* scores) {
   using Number = typename Pages::Number;
-  constexpr int kPrecise = std::is_same_v<Number, float> ? 6 : 4;  // degree of the polynomial
   auto* numbers = reinterpret_cast<Number*>(scores);
-  Vec top = set1(-INFINITY);
-  for (int64_t i = scored.low; i < scored.high; i += W) {
-    Vec x = load(scores + i);
-    const bool edge = i < seen.low || i + W > seen.high;
-    if (s.softcap > 0) x = capped(x, set1(s.softcap)) * set1(kLog2e);
-    if (edge) x = between(x, seen.low - i, seen.high - i);
-    if (edge || s.softcap > 0) store(scores + i, x);
-    top = max(top, x);
-  }
-  const float peak = reduce_max(top);
+  const auto zero = [numbers](int64_t from, int64_t to) {
+    for (; from < to; from += W) std::memset(numbers + from, 0, W * sizeof(Number));
+  };
+  const Keys whole = whole_vectors(seen);
   if (peak == -INFINITY) {
-    for (int64_t i = scored.low; i < scored.high; ++i) numbers[i] = 0;
-    return {peak, 0, 0};
+    zero(scored.low, scored.high);
+    return {0, 0};
   }
-  Vec sums = set1(0);
+  zero(scored.low, whole.low);  // numbers are no wider than scores: none of those to come is lost
+  const Vec shift = set1(peak);
+  float total, factor = 1;
   if constexpr (kScaled<Pages>) {
     // A weight takes the scale of its value along, and 15 bits below the largest such product.
-    Vec largest = set1(0);
-    for (int64_t i = scored.low; i < scored.high; i += W) {
+    Vec sums = set1(0), largest = set1(0);
+    for (int64_t i = whole.low; i < whole.high; i += W) {
       const Run& run = runs[i / kKeyRun];
       const uint16_t* scales = value_scales(s.layout, const_cast<uint8_t*>(run.page) + s.value_offset) + run.token;
-      const Vec e = exp2_negative<kPrecise>(load(scores + i) - set1(peak));
+      const Vec e = exp2_negative<4>(load(scores + i) - shift);
       sums = sums + e;
-      const bool edge = i < seen.low || i + W > seen.high;
       const Vec scale = load_bf16(scales + i % kKeyRun), x = e * scale;
-      const Vec product = edge ? select_less(set1(0), e, x, set1(0)) : x;
+      const Vec product = i < seen.low || i + W > seen.high ? select_less(set1(0), e, x, set1(0)) : x;
       store(scores + i, product);
       largest = max(largest, product);
     }
     const float most = reduce_max(largest);
-    const Vec factor = set1(most == 0 ? 0 : 32767.0f / most);
-    for (int64_t i = scored.low; i < scored.high; i += W) store_i16(numbers + i, load(scores + i) * factor);
-    return {peak, reduce_add(sums), most / 32767.0f};
-  } else {
-    for (int64_t i = scored.low; i < scored.high; i += W) {
-      const Vec e = exp2_negative<kPrecise>(load(scores + i) - set1(peak));
-      if constexpr (std::is_same_v<Number, float>) {
-        store(numbers + i, e);
-      } else {
-        round_bf16(numbers + i, e);
-      }
+    const Vec fit = set1(most == 0 ? 0 : 32767.0f / most);
+    for (int64_t i = whole.low; i < whole.high; i += W) store_i16(numbers + i, load(scores + i) * fit);
+    total = reduce_add(sums);
+    factor = most / 32767.0f;
+  } else if constexpr (std::is_same_v<Number, float>) {
+    Vec sums = set1(0);
+    for (int64_t i = whole.low; i < whole.high; i += W) {
+      const Vec e = exp2_negative(load(scores + i) - shift);
+      store(numbers + i, e);
       sums = sums + e;
     }
-    return {peak, reduce_add(sums), 1};
+    total = reduce_add(sums);
+  } else {
+    Vec even = set1(0), odd = set1(0);
+    int64_t i = whole.low;
+    for (; i + 2 * W <= whole.high; i += 2 * W) {
+      const Vec a = exp2_rough(load(scores + i) - shift), b = exp2_rough(load(scores + i + W) - shift);
+      round_bf16(numbers + i, a, b);
+      even = even + a;
+      odd = odd + b;
+    }
+    if (i < whole.high) {
+      const Vec a = exp2_rough(load(scores + i) - shift);
+      round_bf16(numbers + i, a);
+      even = even + a;
+    }
+    total = reduce_add(even + odd);
   }
+  zero(whole.high, scored.high);
+  return {total, factor};
 }
 
 // Fetches the run of keys that lies `after` keys from where AttentionSpan::next begins.
@@ -215,14 +240,14 @@ inline void weigh(const AttentionSpan& s, Keys keys, const Run* runs, const floa
         for (int v = 0; v < V; ++v) x[v] = Pages::first(x[v]);
       }
       for (int r = 0; r < R; ++r) {
-        const auto* two = reinterpret_cast<const Number*>(weights + r * kSpan) + at;
+        const auto* two = reinterpret_cast<const Number*>(weights + r * kScoreStride) + at;
         for (int v = 0; v < V; ++v) sums[r][v] = Pages::step(sums[r][v], x[v], two, half);
       }
     }
   };
   for (int64_t at = keys.low / 2 * 2; at < keys.high;) {
     const Run& run = runs[at / kKeyRun];
-    if (dim == 0 && s.rows <= kSpanRows) fetch_keys(s, at / kKeyRun * kKeyRun);
+    if (dim == 0 && s.rows <= kFewRows) fetch_keys(s, at / kKeyRun * kKeyRun);
     const auto* block = reinterpret_cast<const typename Pages::Item*>(run.page + s.value_offset);
     const int64_t run_end = at / kKeyRun * kKeyRun + kKeyRun, stop = run_end < keys.high ? run_end : keys.high;
     int64_t pair = (run.token + at % kKeyRun) / 2;
@@ -263,9 +288,9 @@ inline void attend_rows(const AttentionSpan& s, int64_t row, const Partial& out)
   score<Pages, R, kTogether>(s, row, runs, first, last, s.scores);
   const Keys scored{first * kKeyRun, last * kKeyRun};
   Softened softened[R];
+  for (int r = 0; r < R; ++r) out.peak[row + r] = find_peak(s, visible(s, row + r), s.scores + r * kScoreStride);
   for (int r = 0; r < R; ++r) {
-    softened[r] = soften<Pages>(s, visible(s, row + r), scored, runs, s.scores + r * kSpan);
-    out.peak[row + r] = softened[r].peak;
+    softened[r] = soften<Pages>(s, visible(s, row + r), scored, runs, out.peak[row + r], s.scores + r * kScoreStride);
     out.total[row + r] = softened[r].total;
   }
   int64_t dim = 0;
@@ -319,23 +344,30 @@ inline float products(KvType type, int64_t rounds) {
   return result;
 }
 
-inline void merge(const Partial& total, const Partial& part, int64_t rows, int64_t value_dim) {
-  for (int64_t r = 0; r < rows; ++r) {
+// Rows first .. first + count, at most W: see merge.
+inline void merge_rows(const Partial& total, const Partial& part, int64_t first, int64_t count, int64_t value_dim) {
+  const Vec old_peaks = load_n(total.peak + first, count), new_peaks = load_n(part.peak + first, count), peaks = max(old_peaks, new_peaks);
+  float old_factors[W], new_factors[W];
+  store(old_factors, exp2_negative(old_peaks - peaks));
+  store(new_factors, exp2_negative(new_peaks - peaks));
+  for (int64_t r = first; r < first + count; ++r) {
     float* sums = total.values + r * value_dim;
     const float* more = part.values + r * value_dim;
     if (part.peak[r] == -INFINITY) continue;
     if (total.peak[r] == -INFINITY) {
-      total.peak[r] = part.peak[r];
       total.total[r] = part.total[r];
-      for (int64_t i = 0; i < value_dim; ++i) sums[i] = more[i];
+      std::memcpy(sums, more, static_cast<size_t>(value_dim) * sizeof(float));
       continue;
     }
-    const float peak = total.peak[r] < part.peak[r] ? part.peak[r] : total.peak[r];
-    const float old_factor = exp2_negative(total.peak[r] - peak), new_factor = exp2_negative(part.peak[r] - peak);
+    const float old_factor = old_factors[r - first], new_factor = new_factors[r - first];
     total.total[r] = total.total[r] * old_factor + part.total[r] * new_factor;
-    total.peak[r] = peak;
     map(sums, value_dim, [a = set1(old_factor), b = set1(new_factor)](Vec s, Vec t) { return s * a + t * b; }, sums, more);
   }
+  store_n(total.peak + first, peaks, count);
+}
+
+inline void merge(const Partial& total, const Partial& part, int64_t rows, int64_t value_dim) {
+  for (int64_t r = 0; r < rows; r += W) merge_rows(total, part, r, std::min<int64_t>(W, rows - r), value_dim);
 }
 
 inline void finish(float peak, float total, const float* values, const float* sink, float* y, int64_t head_dim) {

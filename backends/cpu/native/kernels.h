@@ -24,7 +24,9 @@ enum class KvType : int { float32, bfloat16, float16, int8 };
 inline constexpr int64_t kKeyRun = 16;     // keys that always lie in one page
 inline constexpr int64_t kSpan = 256;      // keys that the softmax looks at together; spans start at multiples of it
 inline constexpr int64_t kProductSums = 12;
-inline constexpr int64_t kSpanRows = 16;   // rows whose scores are made together, at most
+inline constexpr int64_t kSpanRows = 32;   // rows whose scores are made together, at most
+inline constexpr int64_t kFewRows = 16;    // up to so many wait for memory rather than for arithmetic
+inline constexpr int64_t kScoreStride = kSpan + 16;  // numbers from one row of scores to the next: a power of two would crowd a few sets of the cache
 inline constexpr int64_t kValueAlign = 16; // value heads are padded to a multiple of this many numbers
 
 // Where the keys and values of one layer lie in a page: keys [kv_heads][K block], then values [kv_heads][V block].
@@ -84,7 +86,7 @@ struct AttentionSpan {
   int64_t key_offset = 0;
   int64_t value_offset = 0;
   KvLayout layout;
-  float* scores = nullptr;            // scratch [kSpanRows][kSpan]
+  float* scores = nullptr;            // scratch [kSpanRows][kScoreStride]
   KeySpan next;                       // what is asked of memory meanwhile: the keys that will be read next
 };
 

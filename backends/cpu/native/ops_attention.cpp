@@ -107,13 +107,13 @@ struct Attention::Scratch {
 };
 
 size_t Attention::scratch_bytes() const {
-  return static_cast<size_t>(tile_rows() * layer_.layout.query_bytes()) + static_cast<size_t>(kSpanRows * kSpan + 2 * partial_numbers()) * sizeof(float);
+  return static_cast<size_t>(tile_rows() * layer_.layout.query_bytes()) + static_cast<size_t>(kSpanRows * kScoreStride + 2 * partial_numbers()) * sizeof(float);
 }
 
 Attention::Scratch Attention::scratch(Worker& worker) const {
   auto* q = static_cast<uint8_t*>(worker.scratch());
   auto* scores = reinterpret_cast<float*>(q + tile_rows() * layer_.layout.query_bytes());
-  return {q, scores, partial(scores + kSpanRows * kSpan), partial(scores + kSpanRows * kSpan + partial_numbers())};
+  return {q, scores, partial(scores + kSpanRows * kScoreStride), partial(scores + kSpanRows * kScoreStride + partial_numbers())};
 }
 
 Attention::Work Attention::plan(const Step& step) const {
@@ -218,7 +218,7 @@ void Attention::ask_ahead(const Step& step, int thread, int threads) const {
   const int64_t items = work.tiles * l.kv_heads, each = spans ? work.longest : 1, i = Shares::first(thread, threads, items * each);
   if (i >= items * each) return;
   const Tile tile = find_tile(step, i / each);
-  if (tile.tokens * group() > kSpanRows) return;
+  if (tile.tokens * group() > kFewRows) return;
   const KeySpan keys = keys_of(step, tile, std::max(tile.first_span, i % each));
   for (int64_t at = keys.begin; at < keys.end; at += kKeyRun) {
     const uint8_t* key = step.kv->page(keys.blocks[at / l.page_size]) + keys.key_offset + l.key_at(at % l.page_size);

@@ -114,10 +114,17 @@ inline void rope(const float* x, const float* cosine, const float* sine, int64_t
 }
 
 inline float max_of(const float* x, int64_t n) {
-  Vec peak = set1(-INFINITY);
+  Vec even = set1(-INFINITY), odd = even;
   int64_t i = 0;
-  for (; i + W <= n; i += W) peak = max(peak, load(x + i));
-  float best = reduce_max(peak);
+  for (; i + 2 * W <= n; i += 2 * W) {
+    even = max(even, load(x + i));
+    odd = max(odd, load(x + i + W));
+  }
+  if (i + W <= n) {
+    even = max(even, load(x + i));
+    i += W;
+  }
+  float best = reduce_max(max(even, odd));
   for (; i < n; ++i) best = best < x[i] ? x[i] : best;
   return best;
 }

@@ -69,6 +69,19 @@ inline Vec exp2_negative(Vec x) {
 #endif
 }
 
+// The same within 2^-13, for what is then rounded to 8 bits: n = floor(x), over [0, 1].
+inline Vec exp2_rough(Vec x) {
+#if defined(__AVX512F__)
+  const Vec f = {_mm512_reduce_ps(x.v, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC)};
+  Vec p = fma(f, set1(7.802456669e-2f), set1(2.260671992e-1f));
+  p = fma(p, f, set1(6.958334666e-1f));
+  p = fma(p, f, set1(9.999252325e-1f));
+  return {_mm512_scalef_ps(p.v, x.v)};
+#else
+  return exp2_negative<4>(x);
+#endif
+}
+
 // The same operations on one number, so that the bits agree with a lane.
 inline float exp2_negative(float x) { return first_lane(exp2_negative(set1(x))); }
 

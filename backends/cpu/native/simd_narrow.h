@@ -148,4 +148,14 @@ inline void store_i8(int8_t* p, Vec x) { store_whole(p, x, 127.0f); }
 #endif
 #endif
 
+// Two vectors of numbers, one behind the other.
+inline void round_bf16(uint16_t* p, Vec x, Vec next) {
+#if defined(__AVX512BF16__)
+  _mm512_storeu_si512(p, (__m512i)_mm512_cvtne2ps_pbh(next.v, x.v));
+#else
+  round_bf16(p, x);
+  round_bf16(p + W, next);
+#endif
+}
+
 }  // namespace trivium::TRIVIUM_TIER
