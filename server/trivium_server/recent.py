@@ -59,7 +59,8 @@ class Digest:
 
 
 class Ran(NamedTuple):
-    """A request that has ended. began: Unix seconds. times: of its own clock."""
+    """A request that has ended. began: Unix seconds. times: of its own clock,
+    without the gaps."""
 
     model: str
     operation: str
@@ -139,7 +140,8 @@ class Recent:
         if not slices or slices[-1].number != number:
             slices.append(Slice(number))
         slices[-1].add(ended.prompt_tokens, metrics)
-        one = Ran(name, ended.operation, ended.began, ended.prompt_tokens, ended.generated_tokens, ended.reasons[-1], metrics)
+        times = metrics._replace(inter_token_latencies=())  # as many as tokens, and counted by now
+        one = Ran(name, ended.operation, ended.began, ended.prompt_tokens, ended.generated_tokens, ended.reasons[-1], times)
         self._ran.setdefault(name, deque(maxlen=REQUESTS)).append(one)
 
     def read(self, engines: Mapping[str, Any]) -> None:

@@ -127,6 +127,7 @@ def test_memory_is_bounded_and_the_newest_requests_come_first():
         recent.read({"a": stats()})
         recent.add(ended(began=float(i)))
     assert len(recent._slices["a"]) <= KEPT / STEP + 1 and len(recent._readings) <= KEPT / STEP + 2
+    assert all(one.times.inter_token_latencies == () for one in recent.ran(["a"]))
     shown = [one.began for one in recent.ran(["a", "b"])]
     assert len(shown) == REQUESTS and shown == sorted(shown, reverse=True)
     assert recent.window(KEPT, ["a"]).whole().ended == pytest.approx(KEPT / STEP, abs=math.ceil(KEPT / STEP / POINTS))

@@ -32,7 +32,7 @@ let asked = 0;
 const chosen = () => document.querySelector("input[name=window]:checked").value;
 const model = () => find("model").value;
 const panel = keyPanel(() => look());
-const chat = new Chat(() => model() || find("model").options[1]?.value, (error) => panel.ask(error.message));
+new Chat(() => model() || find("model").options[1]?.value, (error) => panel.ask(error.message));
 
 function state(kind, words) {
   find("status").className = `status ${kind}`;
