@@ -163,6 +163,7 @@ def test_the_docs_show_every_operation_and_its_fields(tab, http):
     assert sorted(f"{verb} {path}" for verb, path in zip(verbs, paths)) == want
     page.locator("#post_v1_chat_completions > summary").click()
     table = page.locator("#post_v1_chat_completions .inside table").first
+    table.wait_for()  # it is made once it is opened
     fields = table.locator("tbody > tr > td:first-child > code").all_inner_texts()
     schema = document["components"]["schemas"]["ChatRequest"]
     assert set(fields) == set(schema["properties"])
