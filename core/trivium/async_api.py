@@ -50,13 +50,13 @@ class AsyncLLM(Opened, contextlib.AbstractAsyncContextManager["AsyncLLM"]):
 
     async def generate(self, prompts: Prompts, sampling_params: Params = None, **options: Unpack[Options]) -> list[RequestOutput]:
         """As LLM.generate; cancelling the task aborts the requests."""
-        return await self._complete(self._prompts(prompts, sampling_params, options))
+        return await self._complete(await asyncio.to_thread(self._prompts, prompts, sampling_params, options))
 
     async def chat(
         self, messages: Chats, sampling_params: Params = None, *, tools: Tools = None, tool_choice: ToolChoice = None, **more: Any
     ) -> list[RequestOutput]:
         """As LLM.chat."""
-        return await self._complete(self._chats(messages, sampling_params, tools, tool_choice, more))
+        return await self._complete(await asyncio.to_thread(self._chats, messages, sampling_params, tools, tool_choice, more))
 
     async def stream(
         self, prompt: Prompt | Sequence[Message], sampling_params: SamplingParams | None = None, *, tools: Tools = None,
@@ -64,7 +64,7 @@ class AsyncLLM(Opened, contextlib.AbstractAsyncContextManager["AsyncLLM"]):
     ) -> AsyncIterator[RequestOutput]:  # fmt: skip
         """As LLM.stream; closing the iterator or cancelling its task aborts the request. announce: the first piece of news has no
         outputs and comes as soon as the request is taken, so that whoever answers for it knows that it was not refused."""
-        request = self._request(prompt, sampling_params, tools, tool_choice, more)
+        request = await asyncio.to_thread(self._request, prompt, sampling_params, tools, tool_choice, more)
         options = {"announce": announce, **request.options}
         async with contextlib.aclosing(self.async_engine.stream(request.ids, request.params, **options)) as news:
             async for output in news:
@@ -76,7 +76,7 @@ class AsyncLLM(Opened, contextlib.AbstractAsyncContextManager["AsyncLLM"]):
         self, prompts: Prompts, pooling_params: PoolingParams | None = None, **options: Unpack[Options]
     ) -> list[RequestOutput]:
         """As LLM.embed."""
-        return await self._complete(self._pooled(prompts, pooling_params, options))
+        return await self._complete(await asyncio.to_thread(self._pooled, prompts, pooling_params, options))
 
     async def loglikelihood(self, pairs: Sequence[tuple[str, str]], **options: Unpack[Options]) -> list[tuple[float, bool]]:
         """As LLM.loglikelihood."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 from collections.abc import AsyncGenerator, Mapping
@@ -289,7 +290,10 @@ async def count_tokens(call: Call, body: MessageCountRequest) -> TokenCount:
     served = call.app.models.find(body.model)
     tools = body.tool_fields()["tools"]
     more = {} if tools is None else {"tools": tools}
-    return TokenCount(len(served.llm.encode_chat(body.chat(), **more, **thinking_arguments(body.thinking))))
+    messages = body.chat()
+    served.check_length(messages)
+    ids = await asyncio.to_thread(served.llm.encode_chat, messages, **more, **thinking_arguments(body.thinking))
+    return TokenCount(len(ids))
 
 
 ROUTES: tuple[Route, ...] = (

@@ -17,6 +17,7 @@ from urllib.parse import parse_qsl
 import msgspec
 
 from trivium_server.faults import ErrorShape, Refusal, bad, openai_error, refusal
+from trivium_server.limits import check_depth
 from trivium_server.settings import Key
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ JSON = "application/json"
 _PIECE = 1 << 20
 LAST = 2**31 - 1
 """The priority of what may wait for everything else."""
+_SMALL = 64 << 10
 
 
 @dataclass(frozen=True)
@@ -235,11 +237,13 @@ _PLACE = re.compile(r" - at `(?:key in )?\$\.?(.*)`$")
 def decode(body: bytes, kind: Any, what: str = "the body") -> Any:
     """A body as its type. Raises Refusal with the place of what is wrong; what: the whole is called so."""
     try:
-        return msgspec.json.decode(body, type=kind)
+        found = msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
         raise _misfit(error, what) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise bad(f"{what} is not valid JSON: {str(error) or 'nested too deeply'}") from None
+    check_depth(found)
+    return found
 
 
 def decode_query(query: bytes, kind: Any) -> Any:
@@ -261,7 +265,11 @@ def _misfit(error: msgspec.ValidationError, what: str) -> Refusal:
 async def answer(route: Route, call: Call, exchange: Exchange, body: bytes | AsyncGenerator[bytes, None]) -> None:
     """Runs a route's handler and sends what it returns; errors that come before the reply began are raised. body: what has arrived,
     or for an upload what arrives."""
-    reply = await route.handler(call, _given(route, call, body))
+    if isinstance(body, bytes) and len(body) >= _SMALL and route.body is not None:
+        given = await asyncio.to_thread(_given, route, call, body)  # what takes long to read must not hold up the others
+    else:
+        given = _given(route, call, body)
+    reply = await route.handler(call, given)
     if isinstance(reply, Stream):
         await exchange.stream(reply, lambda fault: route.error(told(call, fault), call.request_id), call.app.settings.ping)
     elif isinstance(reply, Plain):

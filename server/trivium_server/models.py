@@ -5,8 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
 
 from trivium import AsyncLLM, errors
+
+from trivium_server.limits import characters
 
 
 @dataclass(frozen=True)
@@ -21,6 +25,19 @@ class Served:
     def max_model_len(self) -> int:
         """Tokens of prompt and output together."""
         return self.llm.loaded.max_model_len
+
+    @cached_property
+    def max_characters(self) -> int:
+        """What a context of the longest tokens would hold. What is longer need not be cut into tokens, at seconds a megabyte, for
+        anybody to know that it is too long."""
+        return self.max_model_len * max(map(len, self.llm.tokenizer.tokens()))
+
+    def check_length(self, prompt: Any) -> None:
+        """Raises ContextLengthError for a text, ids or messages that are longer than any that fit, even if they were cut."""
+        outer = len(prompt) if isinstance(prompt, list) else 0
+        if outer > self.max_characters or (outer := characters(prompt)) > self.max_characters:
+            can = f"{self.max_model_len} tokens are possible, and no more than {self.max_characters} characters"
+            raise errors.ContextLengthError(f"the prompt has {outer} tokens, messages or characters; {can}", param="prompt")
 
 
 class Models:

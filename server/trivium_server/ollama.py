@@ -16,7 +16,7 @@ from trivium import CompletionOutput, PoolingParams, StructuredOutputs
 from trivium_server.faults import bad, ollama_error
 from trivium_server.http import Call, Route, Stream, line
 from trivium_server.models import Served
-from trivium_server.openai_types import Object, chat_logprobs
+from trivium_server.openai_types import Logprobs, Object, chat_logprobs
 from trivium_server.structure import json_object, json_schema
 from trivium_server.work import Tally, Work, embedded, sampling, template_arguments
 
@@ -47,7 +47,7 @@ class _Common(Struct, kw_only=True):
     keep_alive: str | float | None = None
     think: bool | str | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: Logprobs | None = None
 
     def made(self, call: Call, served: Served, prompt: Any, more: Mapping[str, Any] | None) -> Work:
         """The work; more: arguments of a chat, None for plain text."""
@@ -234,6 +234,8 @@ async def embed(call: Call, body: OllamaEmbed) -> Object:
     texts = [body.input] if isinstance(body.input, str) else body.input
     if not texts or "" in texts:
         raise bad("input must not be empty", "input")
+    for text in texts:
+        served.check_length(text)
     outputs = await embedded(served, texts, PoolingParams(dimensions=body.dimensions), call.options(body), call.app.meters)
     vectors = [[float(x) for x in output.embedding] for output in outputs if output.embedding is not None]
     count = sum(len(output.prompt_token_ids) for output in outputs)

@@ -13,7 +13,7 @@ from trivium import CompletionOutput
 from trivium_server.faults import bad
 from trivium_server.http import Call, Route, Stream
 from trivium_server.openai_types import (
-    Object, SamplingFields, Timing, Usage, chat_logprobs, new_id, prompt_logprobs, timing, usage,
+    Logprobs, Object, SamplingFields, Timing, Usage, chat_logprobs, new_id, prompt_logprobs, timing, usage,
 )  # fmt: skip
 from trivium_server.work import Tally, Work, sampling, template_arguments
 
@@ -30,7 +30,7 @@ class ChatRequest(SamplingFields, kw_only=True):
     messages: Messages
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    top_logprobs: Logprobs | None = None
     tools: list[Object] | None = None
     tool_choice: str | Object | None = None
     parallel_tool_calls: bool | None = None

@@ -13,7 +13,8 @@ from trivium_server.faults import bad
 from trivium_server.http import Call, Route, Stream
 from trivium_server.models import Served
 from trivium_server.openai_types import (
-    Found, Object, Offsets, SamplingFields, TextLogprobs, Timing, Usage, new_id, prompt_logprobs, timing, token_name, usage,
+    Found, Logprobs, Object, Offsets, SamplingFields, TextLogprobs, Timing, Usage, new_id, prompt_logprobs, timing, token_name,
+    usage,
 )  # fmt: skip
 from trivium_server.work import Prompt, Tally, Work, sampling
 
@@ -27,7 +28,7 @@ class CompletionRequest(SamplingFields, kw_only=True):
     suffix: str | None = None
     echo: bool | None = None
     best_of: int | None = None
-    logprobs: Annotated[int, Meta(ge=0)] | None = None
+    logprobs: Logprobs | None = None
     add_special_tokens: bool | None = None
 
     def work(self, call: Call) -> Work:
@@ -45,6 +46,8 @@ class CompletionRequest(SamplingFields, kw_only=True):
             raise bad(f"{len(prompts)} prompts with n {params.n} are more than {call.app.settings.max_prompts} outputs", "prompt")
         if self.add_special_tokens is False:
             encode = served.llm.tokenizer.encode
+            for prompt in prompts:
+                served.check_length(prompt)
             prompts = [encode(p, add_special_tokens=False) if isinstance(p, str) else p for p in prompts]
         return Work(served, prompts, params, call.options(self))
 
@@ -53,12 +56,11 @@ def prompts_of(given: str | Sequence[Any], param: str) -> list[Prompt]:
     """The four forms as a list of texts and of lists of ids; the engine checks the ids."""
     if isinstance(given, str):
         return [given]
-    items: list[Any] = list(given)
-    kinds = {type(item) for item in items}
+    kinds = set(map(type, given))
     if kinds == {int}:
-        return [items]
+        return [list(given)]
     if kinds in ({str}, {list}):
-        return items
+        return list(given)
     raise bad(f"{param} must be a text, a list of texts, token ids, or a list of lists of token ids, and not empty", param)
 
 

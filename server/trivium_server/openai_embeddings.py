@@ -58,6 +58,8 @@ async def embed(call: Call, body: EmbeddingRequest) -> Embeddings:
         raise bad(f"{len(prompts)} inputs are more than {call.app.settings.max_prompts}", "input")
     if any(len(prompt) == 0 for prompt in prompts):
         raise bad("input must not be empty", "input")
+    for prompt in prompts:
+        served.check_length(prompt)
     given = {"pooling": body.pooling, "normalize": body.normalize, "dimensions": body.dimensions}
     pooling = PoolingParams(**{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
     outputs = await embedded(served, prompts, pooling, call.options(body), call.app.meters)

@@ -15,8 +15,14 @@ from trivium_server.structure import json_object, json_schema
 from trivium_server.work import Tally
 
 Object = dict[str, Any]
+MAX_STOPS, MAX_WORDS = 64, 1024
+"""Of one request: each is looked for after every token."""
 _LOWEST = -9999.0
 """In place of minus infinity, which JSON does not have."""
+
+
+Logprobs = Annotated[int, Meta(ge=0, le=20)]
+"""Alternatives a token. All that there are would be a vocabulary for each token, in memory and on the wire."""
 
 
 class StreamOptions(Struct, kw_only=True):
@@ -62,11 +68,11 @@ class SamplingFields(Struct, kw_only=True):
     dry_multiplier: float | None = None
     dry_base: float | None = None
     dry_allowed_length: int | None = None
-    dry_sequence_breakers: list[str] | None = None
+    dry_sequence_breakers: Annotated[list[str], Meta(max_length=MAX_STOPS)] | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
+    stop: str | Annotated[list[str], Meta(max_length=MAX_STOPS)] | None = None
     stop_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
+    bad_words: Annotated[list[str], Meta(max_length=MAX_WORDS)] | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
@@ -78,7 +84,7 @@ class SamplingFields(Struct, kw_only=True):
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
-    prompt_logprobs: int | None = None
+    prompt_logprobs: Logprobs | None = None
     truncate_prompt_tokens: int | None = None
     beam_width: int | None = None
     length_penalty: float | None = None

@@ -18,6 +18,7 @@ from trivium import AsyncLLM
 
 from trivium_server.app import App
 from trivium_server.models import Models, Served
+from trivium_server.protocol import configured
 from trivium_server.settings import Settings
 
 
@@ -87,10 +88,7 @@ def serve(models: Models, settings: Settings, sock: socket.socket) -> int:
         from trivium_server.tracing import Tracing
 
         app.trace(Tracing.to(settings.otlp_endpoint))
-    config = uvicorn.Config(
-        app, http="httptools", loop="uvloop", lifespan="on", log_level="warning", access_log=False, server_header=False,
-        timeout_keep_alive=75, timeout_graceful_shutdown=1, ssl_certfile=settings.certificate, ssl_keyfile=settings.private_key,
-    )  # fmt: skip
+    config = configured(app)
     server = _Server(config)
 
     async def run() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import trivium
@@ -89,12 +90,14 @@ async def tokenize(call: Call, body: TokenizeRequest) -> Tokens:
     llm = served.llm
     if (body.prompt is None) == (body.messages is None):
         raise bad("give either prompt or messages", "prompt")
+    served.check_length(body.prompt or body.messages)
     if body.prompt is not None:
-        ids = llm.tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
+        special = body.add_special_tokens is not False
+        ids = await asyncio.to_thread(llm.tokenizer.encode, body.prompt, add_special_tokens=special)
     else:
         ready = body.add_generation_prompt is not False
         more = template_arguments(body.chat_template_kwargs, tools=body.tools)
-        ids = llm.encode_chat(body.messages or [], add_generation_prompt=ready, **more)
+        ids = await asyncio.to_thread(llm.encode_chat, body.messages or [], add_generation_prompt=ready, **more)
     names = [llm.tokenizer.token_text(token) for token in ids] if body.return_token_strs else None
     return Tokens(tokens=ids, count=len(ids), max_model_len=served.max_model_len, token_strs=names)
 

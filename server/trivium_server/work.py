@@ -29,6 +29,10 @@ class Work:
     options: Mapping[str, Any] = field(default_factory=dict)
     chat: bool = False
 
+    def __post_init__(self) -> None:
+        for prompt in self.prompts:
+            self.served.check_length(prompt)
+
     @property
     def operation(self) -> str:
         """As OpenTelemetry calls it."""
@@ -208,7 +212,7 @@ class Tally:
 def template_arguments(given: Mapping[str, Any] | None, **own: Any) -> dict[str, Any]:
     """Arguments of the chat template that a client may set; those that mean something to trivium itself are refused."""
     reserved = {"template", "tools", "tool_choice", "add_generation_prompt", "messages", "announce", "sampling_params", "prompt"}
-    reserved |= {"adapter", "priority", "timeout", "request_id", "cache_salt"}
+    reserved |= {"self", "adapter", "priority", "timeout", "request_id", "cache_salt"}
     if taken := sorted(reserved & set(given or ())):
         raise bad(f"chat_template_kwargs can't set {taken[0]}", "chat_template_kwargs")
     return {**(given or {}), **{name: value for name, value in own.items() if value is not None}}

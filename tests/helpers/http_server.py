@@ -7,7 +7,8 @@ import contextlib
 import json
 import socket
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,13 @@ CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "ma
 class Running:
     """A server that answers at `url`; `app` is the application."""
 
-    def __init__(self, url: str, app: Any, llm: AsyncLLM) -> None:
-        self.url, self.app, self.llm = url, app, llm
+    def __init__(self, url: str, app: Any, llm: AsyncLLM, server: Any) -> None:
+        self.url, self.app, self.llm, self._server = url, app, llm, server
+
+    @property
+    def connections(self) -> int:
+        """That are open."""
+        return len(self._server.server_state.connections)
 
 
 @contextlib.contextmanager
@@ -35,22 +41,31 @@ def running(
     """Serves the model in `folder` as "tiny"; settings: of trivium_server.Settings."""
     import uvicorn
     from trivium_server import App, Models, Served, Settings
+    from trivium_server.protocol import configured
     from trivium_server.settings import Key, Keys
 
     exact = {"backend": "reference", "dtype": "float32", "progress": False}
     llm = AsyncLLM(folder, **{**exact, **(loading or {})})
     app = App(Models([Served("tiny", llm)], [("other", "tiny")]), Settings(keys=Keys(map(Key.of, keys)), **settings))
-    config = uvicorn.Config(app, http="httptools", loop="uvloop", lifespan="on", log_level="warning", access_log=False)
+    config = configured(app)
     server = uvicorn.Server(config)
     with socket.create_server(("127.0.0.1", 0)) as sock:
         thread = threading.Thread(target=lambda: asyncio.Runner(loop_factory=config.get_loop_factory()).run(server.serve([sock])))
         thread.start()
         try:
-            yield Running(f"http://127.0.0.1:{sock.getsockname()[1]}", app, llm)
+            yield Running(f"http://127.0.0.1:{sock.getsockname()[1]}", app, llm, server)
         finally:
             server.should_exit = True
             thread.join()
             llm.close()
+
+
+def until(true: Callable[[], bool], what: str) -> None:
+    """Waits for what another thread does."""
+    end = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < end, what
+        time.sleep(0.005)
 
 
 def events(text: str) -> list[Any]:

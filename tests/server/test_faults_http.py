@@ -8,12 +8,11 @@ import json
 import re
 import socket
 import threading
-import time
 import urllib.parse
 
 import pytest
 from chat_models import make_chat_model
-from http_server import AUTH, CHAT, SECRET, SPELL, events, running
+from http_server import AUTH, CHAT, SECRET, SPELL, events, running, until
 
 pytestmark = [pytest.mark.http, pytest.mark.faults]
 CHATS, TEXTS = "/v1/chat/completions", "/v1/completions"
@@ -162,14 +161,6 @@ def raw(server, body, *, path=CHATS, cut=None):
     sock = socket.create_connection((host.hostname, host.port))
     sock.sendall((head + data)[:cut])
     return sock
-
-
-def until(true, what):
-    """Waits for what another thread does."""
-    end = time.monotonic() + 30
-    while not true():
-        assert time.monotonic() < end, what
-        time.sleep(0.005)
 
 
 def metric(http, name, **labels):
