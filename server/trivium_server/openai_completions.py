@@ -56,11 +56,12 @@ def prompts_of(given: str | Sequence[Any], param: str) -> list[Prompt]:
     """The four forms as a list of texts and of lists of ids; the engine checks the ids."""
     if isinstance(given, str):
         return [given]
-    kinds = set(map(type, given))
+    items: Any = given
+    kinds = set(map(type, items))
     if kinds == {int}:
-        return [list(given)]
+        return [items]
     if kinds in ({str}, {list}):
-        return list(given)
+        return items  # type: ignore[no-any-return]
     raise bad(f"{param} must be a text, a list of texts, token ids, or a list of lists of token ids, and not empty", param)
 
 

@@ -20,6 +20,8 @@ LETTERS = [*range(97, 123), 32]
 SPELL = {"temperature": 0, "ignore_eos": True, "allowed_token_ids": LETTERS}
 """Greedy, in letters and blanks: every token of the answer is one character of its text."""
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_completion_tokens": 24, **SPELL}
+LONG = {**CHAT, "max_completion_tokens": 60}
+CHATS, TEXTS = "/v1/chat/completions", "/v1/completions"
 
 
 class Running:
@@ -72,3 +74,25 @@ def events(text: str) -> list[Any]:
     """The data of server-sent events, in order; [DONE] as the string."""
     lines = [part.removeprefix("data: ") for part in text.splitlines() if part.startswith("data: ")]
     return [part if part == "[DONE]" else json.loads(part) for part in lines]
+
+
+@contextlib.contextmanager
+def beside(http: Any, known: str) -> Iterator[None]:
+    """A stream that has begun and must give the known text, whatever happens in the meantime."""
+    with http.stream("POST", CHATS, json={**LONG, "stream": True}) as reply:
+        lines = reply.iter_lines()
+        first = next(lines)
+        yield
+        chunks = events("\n".join([first, *lines]))
+    text = "".join(c["delta"].get("content") or "" for chunk in chunks[:-1] for c in chunk["choices"])
+    assert chunks[-1] == "[DONE]" and text == known
+    assert http.post(CHATS, json=LONG).json()["choices"][0]["message"]["content"] == known
+
+
+def metric(http: Any, name: str, **labels: str) -> float:
+    """Of /metrics, summed over what has the labels."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    families = text_string_to_metric_families(http.get("/metrics").text)
+    samples = [s for family in families for s in family.samples if s.name == name]
+    return sum(s.value for s in samples if labels.items() <= s.labels.items())

@@ -3,7 +3,6 @@ afterwards."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 import socket
@@ -12,45 +11,10 @@ import urllib.parse
 
 import pytest
 from chat_models import make_chat_model
-from http_server import AUTH, CHAT, SECRET, SPELL, events, running, until
+from http_server import AUTH, CHAT, CHATS, LONG, SECRET, SPELL, TEXTS, beside, events, metric, running, until
 
 pytestmark = [pytest.mark.http, pytest.mark.faults]
-CHATS, TEXTS = "/v1/chat/completions", "/v1/completions"
-LONG = {**CHAT, "max_completion_tokens": 60}
 MAX_LEN = 512
-
-
-@pytest.fixture(scope="module")
-def known(http):
-    return http.post(CHATS, json=LONG).json()["choices"][0]["message"]["content"]
-
-
-@contextlib.contextmanager
-def beside(http, known):
-    """A stream that has begun and must give the known text, whatever happens in the meantime."""
-    with http.stream("POST", CHATS, json={**LONG, "stream": True}) as reply:
-        lines = reply.iter_lines()
-        first = next(lines)
-        yield
-        chunks = events("\n".join([first, *lines]))
-    text = "".join(c["delta"].get("content") or "" for chunk in chunks[:-1] for c in chunk["choices"])
-    assert chunks[-1] == "[DONE]" and text == known
-    assert http.post(CHATS, json=LONG).json()["choices"][0]["message"]["content"] == known
-
-
-@pytest.fixture
-def refused(http, known):
-    """refused(path, body, ...): each body is a 400 with an error object beside the known stream."""
-
-    def check(path, *bodies, words=""):
-        with beside(http, known):
-            for body in bodies:
-                reply = http.post(path, json=body)
-                assert reply.status_code == 400, (body, reply.text)
-                error = reply.json()["error"]
-                assert error["type"] == "invalid_request_error" and words in error["message"]
-
-    return check
 
 
 def texts(http, **body):
@@ -161,14 +125,6 @@ def raw(server, body, *, path=CHATS, cut=None):
     sock = socket.create_connection((host.hostname, host.port))
     sock.sendall((head + data)[:cut])
     return sock
-
-
-def metric(http, name, **labels):
-    from prometheus_client.parser import text_string_to_metric_families
-
-    families = text_string_to_metric_families(http.get("/metrics").text)
-    samples = [s for family in families for s in family.samples if s.name == name]
-    return sum(s.value for s in samples if labels.items() <= s.labels.items())
 
 
 @pytest.mark.parametrize("streams", [False, True])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import re
@@ -220,6 +221,34 @@ def test_bad_flags_end_with_one_line(folder, flags, words):
     with command(folder, *flags) as process:
         said = process.stderr.read().strip()
         assert process.wait(30) == 2 and words in said and "\n" not in said
+
+
+UNSERVABLE = [
+    ("--max-model-len", "1"), ("--block-size", "0"), ("--block-size", "-1"), ("--max-num-seqs", "0"), ("--num-kv-blocks", "0"),
+    ("--max-num-batched-tokens", "0"), ("--dtype", "int3"), ("--backend", "cpuu"), ("--backend", "cpu", "--block-size", "24"),
+]  # fmt: skip
+
+
+@pytest.mark.faults
+def test_o24_sizes_that_can_not_work_end_with_one_line(folder):
+    with contextlib.ExitStack() as running:
+        processes = [(flags, running.enter_context(command(folder, *flags))) for flags in UNSERVABLE]
+        for flags, process in processes:
+            said = process.stderr.read().strip()
+            assert process.wait(60) == 2 and "\n" not in said and said.startswith("trivium"), (flags, said)
+            assert flags[-2].strip("-").replace("-", "_") in said.replace("-", "_") or flags[-1] in said, (flags, said)
+
+
+@pytest.mark.faults
+def test_o24_the_smallest_sizes_serve(folder):
+    import httpx
+
+    smallest = ("--max-model-len", "64", "--block-size", "1", "--max-num-seqs", "1", "--num-kv-blocks", "64")
+    with command(folder, "--max-num-batched-tokens", "1", *smallest) as process:
+        reply = httpx.post(address(process) + CHATS, json={**CHAT, "max_completion_tokens": 2}, timeout=60)
+        process.send_signal(signal.SIGTERM)
+        assert reply.status_code == 200 and reply.json()["usage"]["completion_tokens"] == 2
+        assert process.wait(30) == 0
 
 
 def test_a_slow_reader_loses_nothing(http):
