@@ -61,11 +61,12 @@ class Keys:
 @dataclass(frozen=True)
 class Settings:
     """keys: see Keys. origins: web pages that may call the server (CORS); "*": all. max_body: bytes; max_headers: bytes of a
-    request's headers; body_timeout: seconds in which the headers, and then a body, must have arrived, and in which a client must
-    take something of what waits for it. request_timeout: seconds until an answer is ended, waiting included; None: never. max_prompts: of one request, each counted n times. shutdown_timeout: seconds in which what runs
-    may finish after SIGTERM. timings: every answer tells its times, not only those that ask for it. vllm_metrics: /metrics has each
-    name also with vllm: in place of trivium:. ping: seconds of silence after which a stream says that it is alive. certificate,
-    private_key: files in PEM; with them HTTPS is spoken.
+    request's headers; body_timeout: seconds in which the headers, and then a body, must have arrived, and in which a client
+    must take something of what waits for it. request_timeout: seconds until an answer is ended, waiting included; None: never.
+    max_prompts: of one request, each counted n times. shutdown_timeout: seconds in which what runs may finish after SIGTERM.
+    timings: every answer tells its times, not only those that ask for it. vllm_metrics: /metrics has each name also with vllm:
+    in place of trivium:. ping: seconds of silence after which a stream says that it is alive. certificate, private_key: files
+    in PEM; with them HTTPS is spoken.
 
     batch_dir: folder of files and batches; None: there are none. batch_parallel: requests of batches that run at a time.
     max_upload: bytes of a file with what is around it; batch_max_lines: requests of a batch; batch_max_open: batches of a key that
