@@ -149,7 +149,9 @@ class Model:
     is_ready = True
 
     def __init__(self, ticker: Ticker) -> None:
-        self.ticker, self.loaded = ticker, SimpleNamespace(max_model_len=1 << 20, architecture="none")
+        session = SimpleNamespace(memory=lambda: SimpleNamespace(weights=0, kv=0))
+        self.loaded = SimpleNamespace(max_model_len=1 << 20, architecture="none", session=session)
+        self.ticker, self.tokenizer = ticker, SimpleNamespace(chat_template=None)
 
     def default_params(self, **fields: Any) -> Any:
         return SamplingParams(**fields)
@@ -163,9 +165,9 @@ class Model:
 
 def trivium(ticker: Ticker) -> Any:
     """trivium's own server."""
-    from trivium_server import App, Models, Served
+    from trivium_server import App, Models, Slot
 
-    return App(Models([Served("m", cast(Any, Model(ticker)))]))
+    return App(Models([Slot("m", lambda: cast(Any, Model(ticker)))]))
 
 
 CANDIDATES: dict[str, Callable[[Ticker], Any]] = {f.__name__: f for f in (asgi, starlette, litestar, fastapi, trivium)}

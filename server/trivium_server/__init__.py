@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from trivium_server.app import App
-from trivium_server.models import Models, Served
+from trivium_server.models import Models, Served, Slot
 from trivium_server.moderation import Asked, Moderator
 from trivium_server.settings import Settings
 
-__all__ = ["App", "Asked", "Models", "Moderator", "Served", "Settings"]
+__all__ = ["App", "Asked", "Models", "Moderator", "Served", "Settings", "Slot"]

@@ -82,9 +82,9 @@ class MessageRequest(MessageCountRequest, kw_only=True):
         """Whether there may be one tool call at most."""
         return self.tool_choice is not None and bool(self.tool_choice.disable_parallel_tool_use)
 
-    def work(self, call: Call) -> Work:
+    async def work(self, call: Call) -> Work:
         """Raises Refusal or a TriviumError."""
-        served = call.app.models.find(self.model)
+        served = await call.use(self.model, self)
         own = {"stop": self.stop_sequences, "structured_outputs": _structure(self)}
         params = sampling(served, self, self.max_tokens, **own)
         options = {**thinking_arguments(self.thinking), **call.options(self), **self.tool_fields()}
@@ -211,7 +211,7 @@ def _done(block: Block) -> Object:
 
 
 async def messages(call: Call, body: MessageRequest) -> MessageReply | Stream:
-    work = body.work(call)
+    work = await body.work(call)
     timed = call.app.settings.timings or bool(body.include_metrics)
     name = new_id("msg_")
     if body.stream:
@@ -287,7 +287,7 @@ def _changes(blocks: Blocks, output: CompletionOutput) -> list[Object]:
 
 
 async def count_tokens(call: Call, body: MessageCountRequest) -> TokenCount:
-    served = call.app.models.find(body.model)
+    served = await call.use(body.model, body)
     tools = body.tool_fields()["tools"]
     more = {} if tools is None else {"tools": tools}
     messages = body.chat()

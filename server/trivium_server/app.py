@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from trivium_server import (
-    anthropic, dashboard, ollama, openai_batches, openai_chat, openai_completions, openai_embeddings, openai_files,
+    admin, anthropic, dashboard, ollama, openai_batches, openai_chat, openai_completions, openai_embeddings, openai_files,
     openai_responses, rerank, service,
 )  # fmt: skip
 from trivium_server.batches import Batches
@@ -24,21 +25,25 @@ from trivium_server.faults import (
     unavailable,
 )
 from trivium_server.http import Call, Exchange, Gone, Receive, Route, Send, answer, encode, too_large
+from trivium_server.keys import Account, Key
 from trivium_server.meters import Meters
 from trivium_server.models import Models
 from trivium_server.moderation import Moderation
 from trivium_server.recent import Recent
-from trivium_server.settings import Key, Settings
+from trivium_server.settings import Settings
 
 if TYPE_CHECKING:
     from trivium_server.tracing import Tracing
 
 ROUTES: tuple[Route, ...] = (
     *openai_chat.ROUTES, *openai_completions.ROUTES, *openai_embeddings.ROUTES, *openai_responses.ROUTES, *openai_files.ROUTES,
-    *openai_batches.ROUTES, *anthropic.ROUTES, *ollama.ROUTES, *rerank.ROUTES, *service.ROUTES, *dashboard.ROUTES,
+    *openai_batches.ROUTES, *anthropic.ROUTES, *ollama.ROUTES, *rerank.ROUTES, *service.ROUTES, *dashboard.ROUTES, *admin.ROUTES,
 )  # fmt: skip
 _LONGEST_ID = 128
-_ALLOWED = "authorization, x-api-key, content-type, x-request-id, anthropic-version, anthropic-beta"
+_ALLOWED = (
+    "authorization, x-api-key, content-type, x-request-id, x-session-id, x-request-timeout, x-priority, anthropic-version, "
+    "anthropic-beta"
+)
 
 
 def shape_of(path: str) -> ErrorShape:
@@ -54,7 +59,7 @@ class App:
     def __init__(self, models: Models, settings: Settings | None = None) -> None:
         self.models = models
         self.settings = settings or Settings()
-        self.meters = Meters(models, aliases=self.settings.vllm_metrics)
+        self.meters = Meters(models, aliases=self.settings.vllm_metrics, keys=self.settings.key_metrics)
         self.moderation = Moderation(self.settings.moderation)
         self.recent = Recent()
         self.meters.watchers.append(self.recent.add)
@@ -62,6 +67,7 @@ class App:
         self.draining = False
         self.active = 0
         """Calls under way, apart from those that only ask how the server is."""
+        self._accounts: dict[Key, Account] = {}
         self._idle = asyncio.Event()
         self.batches = None if self.settings.batch_dir is None else Batches(self, self.settings.batch_dir)
         self._exact: dict[str, dict[str, Route]] = {}
@@ -80,8 +86,9 @@ class App:
         headers = dict(scope["headers"])
         if self.tracing is not None:
             self.tracing.enter(headers)
-        call = Call(self, request_id(headers.get(b"x-request-id", b"")), headers)
-        exchange = Exchange(receive, send, {"x-request-id": call.request_id, **self._cors(headers)})
+        call = Call(self, request_id(headers.get(b"x-request-id", b"")), headers, reply=self._cors(headers))
+        call.reply["x-request-id"] = call.request_id
+        exchange = Exchange(receive, send, call.reply)
         shape = shape_of(scope["path"])
         if shape is anthropic_error:
             exchange.headers["request-id"] = call.request_id  # where Anthropic's client looks for it
@@ -138,13 +145,42 @@ class App:
         if route is None:
             names = ", ".join(sorted(methods))
             raise Refusal(405, "no_method", f"{method} is not possible here, only {names}", headers={"allow": names})
-        call = Call(self, call.request_id, headers, key, rest, call.arrival, scope.get("query_string", b""))
+        if not route.public:
+            self._check_scope(route, key)
+        call = replace(call, key=key, rest=rest, query=scope.get("query_string", b""))
         if route.open:
             await answer(route, call, exchange, b"")
             return
         if self.draining:
             raise unavailable("the server is about to stop; ask another one")
-        await self._answer(route, call, exchange)
+        with self._within_limits(route, call):
+            await self._answer(route, call, exchange)
+
+    def charge(self, key: Key | None, tokens: int) -> None:
+        """A call with this key has cost so many tokens."""
+        if key is not None:
+            self._account(key).charge(tokens)
+            self.meters.charged(key.name, tokens)
+
+    def _account(self, key: Key) -> Account:
+        if key not in self._accounts:
+            self._accounts[key] = Account(key)
+        return self._accounts[key]
+
+    @contextlib.contextmanager
+    def _within_limits(self, route: Route, call: Call) -> Iterator[None]:
+        """Limits are for what makes work: what is sent to routes of inference. Raises Refusal."""
+        if call.key is None or (route.method, route.scope) != ("POST", "inference"):
+            yield
+            return
+        account = self._account(call.key)
+        with contextlib.ExitStack() as entered:
+            try:
+                entered.enter_context(account.entered())
+            finally:
+                call.reply.update(account.headers())
+            self.meters.asked(call.key.name)
+            yield
 
     async def _answer(self, route: Route, call: Call, exchange: Exchange) -> None:
         self.active += 1
@@ -188,10 +224,18 @@ class App:
         why = "is not known here" if given else "is missing: give it as Authorization: Bearer KEY or as x-api-key"
         raise Refusal(401, "invalid_api_key", f"the API key {why}", headers={"www-authenticate": "Bearer"})
 
+    def _check_scope(self, route: Route, key: Key | None) -> None:
+        """Raises Refusal. A server without keys is open, but not to admin."""
+        if key is None and route.scope == "admin":
+            raise Refusal(403, "missing_scope", "this needs a key with the scope admin, and the server was started without keys")
+        if key is not None and route.scope is not None and route.scope not in key.scopes:
+            has = ", ".join(sorted(key.scopes))
+            raise Refusal(403, "missing_scope", f"this needs a key with the scope {route.scope}; this one has {has}")
+
     def _cors(self, headers: Mapping[bytes, bytes]) -> dict[str, str]:
         origin = headers.get(b"origin", b"").decode("latin-1")
         if origin and (origin in self.settings.origins or "*" in self.settings.origins):
-            shown = "x-request-id, request-id, retry-after"
+            shown = "x-request-id, request-id, retry-after, x-model-version"
             return {"access-control-allow-origin": origin, "vary": "origin", "access-control-expose-headers": shown}
         return {}
 

@@ -24,8 +24,8 @@ from trivium_server import openai_chat, openai_completions, openai_embeddings, o
 from trivium_server.batch_store import Batch, BatchFault, Line, Store
 from trivium_server.faults import Refusal, bad, openai_error, refusal
 from trivium_server.http import Call, Route, decode, encode, told
+from trivium_server.keys import Key
 from trivium_server.openai_types import new_id
-from trivium_server.settings import Key
 
 if TYPE_CHECKING:
     from trivium_server.app import App
@@ -206,7 +206,8 @@ class Batches:
         body = decode(bytes(decode(raw, Request).body), route.body)
         if getattr(body, "stream", None):
             raise bad("a batch has no streams; leave stream out", "stream")
-        return encode(await route.handler(call, body))
+        async with call.held:
+            return encode(await route.handler(call, body))
 
     def _key(self, owner: str) -> Key | None:
         return self._app.settings.keys.of_digest(bytes.fromhex(owner)) if owner else None

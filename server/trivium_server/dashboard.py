@@ -15,7 +15,7 @@ from msgspec import Struct
 from trivium_server.faults import Refusal
 from trivium_server.http import Call, Plain, Route
 from trivium_server.meters import Meters
-from trivium_server.models import Served
+from trivium_server.models import Slot
 from trivium_server.openai_types import rate
 from trivium_server.recent import KEPT, STEP, TIMES, Digest, Ran, Reading, Recent, Window
 
@@ -200,15 +200,17 @@ def past(ran: Ran) -> PastRequest:
     )  # fmt: skip
 
 
-def card(served: Served) -> ModelCard:
-    """Of a model that is loaded."""
-    loaded = served.llm.loaded
+def card(slot: Slot) -> ModelCard:
+    """Of a model, loaded or not."""
+    if slot.llm is None:
+        return ModelCard(name=slot.name, ready=False)
+    loaded = slot.llm.loaded
     memory = loaded.session.memory()
     ways: dict[tuple[str, str, bool], list[int]] = {}
     for route in loaded.routes:
         ways.setdefault((route.storage, route.resident, route.lossless), []).append(route.nbytes)
     return ModelCard(
-        name=served.name, ready=served.llm.is_ready, max_model_len=loaded.max_model_len, architecture=loaded.architecture,
+        name=slot.name, ready=slot.usable, max_model_len=loaded.max_model_len, architecture=loaded.architecture,
         backend=loaded.backend.name, backend_version=loaded.backend.version, device=loaded.device.name,
         device_index=loaded.device.index, kv_format=loaded.kv_spec.dtype, page_tokens=loaded.kv_spec.page_size,
         pages=loaded.num_pages, device_memory=memory.total, device_free=memory.free, weight_memory=memory.weights,
@@ -282,7 +284,16 @@ _FILES: Mapping[str, Sequence[str]] = {
 
 
 ROUTES: tuple[Route, ...] = (
-    Route("GET", "/dashboard/data/{window}", data, "Figures of the last MINUTES, or MINUTES/MODEL", None, DashboardData, open=True),
+    Route(
+        "GET",
+        "/dashboard/data/{window}",
+        data,
+        "Figures of the last MINUTES, or MINUTES/MODEL",
+        None,
+        DashboardData,
+        open=True,
+        scope="metrics",
+    ),
     *(
         Route("GET", path, _file(name), summary, None, _MEDIA[name.rpartition(".")[2]], public=True, open=True)
         for name, (path, summary) in _FILES.items()

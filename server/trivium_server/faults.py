@@ -27,9 +27,9 @@ def bad(message: str, param: str | None = None, code: str = "invalid_request") -
     return Refusal(400, code, message, param)
 
 
-def unavailable(message: str, seconds: float = 1.0) -> Refusal:
+def unavailable(message: str, seconds: float = 1.0, code: str = "unavailable") -> Refusal:
     """Not now; `seconds`: when to try again."""
-    return Refusal(503, "unavailable", message, headers={"retry-after": str(max(1, round(seconds)))})
+    return Refusal(503, code, message, headers={"retry-after": str(max(1, round(seconds)))})
 
 
 _STATUS: tuple[tuple[type[errors.TriviumError], int], ...] = (

@@ -4,27 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import re
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from urllib.parse import parse_qsl
 
 import msgspec
+from trivium import errors
 
 from trivium_server.faults import ErrorShape, Refusal, bad, openai_error, refusal
+from trivium_server.keys import Key
 from trivium_server.limits import check_depth
-from trivium_server.settings import Key
+from trivium_server.models import Served
 
 if TYPE_CHECKING:
     from trivium_server.app import App
 
 Receive = Callable[[], Awaitable[Mapping[str, Any]]]
 Send = Callable[[Mapping[str, Any]], Awaitable[None]]
+_Number = TypeVar("_Number", int, float)
 encode: Callable[[Any], bytes] = msgspec.json.Encoder().encode
 JSON = "application/json"
 _PIECE = 1 << 20
@@ -35,29 +40,73 @@ _SMALL = 64 << 10
 
 @dataclass(frozen=True)
 class Call:
-    """One HTTP call that was let in. rest: what stands for {name} in the route's path. arrival: Unix seconds. query: what follows
-    the path. background: nobody waits for the answer, so it comes after all others and may take its time."""
+    """One HTTP call that was let in. rest: what stands for {name} in the route's path. reply: headers of its reply. arrival: Unix
+    seconds; began: the same moment by the monotonic clock. query: what follows the path. background: nobody waits for the answer,
+    so it comes after all others and may take its time. held: what it has until it ends; whoever runs a handler closes it."""
 
     app: App
     request_id: str
     headers: Mapping[bytes, bytes]
     key: Key | None = None
     rest: str = ""
+    reply: dict[str, str] = field(default_factory=dict)
     arrival: float = field(default_factory=time.time)
     query: bytes = b""
     background: bool = False
+    began: float = field(default_factory=time.monotonic)
+    held: contextlib.AsyncExitStack = field(default_factory=contextlib.AsyncExitStack)
+
+    async def use(self, model: str | None, body: object = None, *, keep: float | None = None) -> Served:
+        """The model of that name, loaded, and kept so until the call ends; keep: and how many seconds longer. Raises
+        ModelNotFoundError, DeadlineError, OverloadedError, or Refusal where it could not be loaded."""
+        session, charge = self.session(body), partial(self.app.charge, self.key)
+        one = self.app.models.use(model, session=session, seconds=self.left(body), keep=keep, charge=charge)
+        served = await self.held.enter_async_context(one)
+        self.reply["x-model-version"] = served.version
+        return served
+
+    def session(self, body: object) -> str:
+        """By what calls are told to belong together: the header x-session-id, the body's user (Anthropic: metadata.user_id) or its
+        cache_salt."""
+        header = self.headers.get(b"x-session-id", b"").decode("latin-1")
+        metadata = getattr(body, "metadata", None) or {}
+        found = header or getattr(body, "user", None) or metadata.get("user_id") or getattr(body, "cache_salt", None)
+        return str(found or "")
+
+    def left(self, body: object) -> float | None:
+        """Seconds until its deadline: of the server, the body's field timeout or the header x-request-timeout. Raises Refusal or
+        DeadlineError."""
+        asked = [getattr(body, "timeout", None), self._number(b"x-request-timeout", float)]
+        if wrong := [t for t in asked if t is not None and not 0 < t < math.inf]:
+            raise bad(f"timeout must be a number of seconds above 0, not {wrong[0]}", "timeout")
+        own = None if self.background else self.app.settings.request_timeout
+        limits = [t for t in (own, *asked) if t is not None]
+        if not limits:
+            return None
+        if (left := min(limits) - (time.monotonic() - self.began)) <= 0:
+            raise errors.DeadlineError("the request's timeout was over before it could begin")
+        return left
 
     def options(self, body: object) -> dict[str, Any]:
-        """trivium's Options of a request: the salt of the key, the deadline, and what the body says."""
+        """trivium's Options of a request: the key's salt, the deadline, and the priority (the body's, or the header x-priority)."""
         salt = (self.key.salt if self.key else "") + (getattr(body, "cache_salt", None) or "")
-        own = None if self.background else self.app.settings.request_timeout
-        limits = [t for t in (own, getattr(body, "timeout", None)) if t is not None]
         options: dict[str, Any] = {"request_id": self.request_id, "cache_salt": salt}
-        if limits:
-            options["timeout"] = min(limits)
-        if priority := LAST if self.background else getattr(body, "priority", None):
-            options["priority"] = priority
-        return options
+        if (left := self.left(body)) is not None:
+            options["timeout"] = left
+        if self.background:
+            return {**options, "priority": LAST}
+        priority = getattr(body, "priority", None) or self._number(b"x-priority", int)
+        if self.key is not None and self.key.priority is not None:
+            priority = self.key.priority if priority is None else max(priority, self.key.priority)
+        return {**options, "priority": priority} if priority else options
+
+    def _number(self, header: bytes, kind: Callable[[bytes], _Number]) -> _Number | None:
+        if (text := self.headers.get(header)) is None:
+            return None
+        try:
+            return kind(text)
+        except ValueError:
+            raise bad(f"{header.decode()} must be a number, not {text[:80].decode('latin-1')!r}", header.decode()) from None
 
 
 class Plain(NamedTuple):
@@ -123,14 +172,15 @@ class Route:
     open: bool = False
     status: int = 200
     upload: bool = False
+    scope: str | None = "inference"
 
 
 class Exchange:
     """A call under way: reads its body, sends its reply. headers: of every reply."""
 
-    def __init__(self, receive: Receive, send: Send, headers: Mapping[str, str]) -> None:
+    def __init__(self, receive: Receive, send: Send, headers: dict[str, str]) -> None:
         self._receive, self._send = receive, send
-        self.headers = dict(headers)
+        self.headers = headers
         self.started = False
         self._last = 0.0
 
@@ -269,15 +319,16 @@ async def answer(route: Route, call: Call, exchange: Exchange, body: bytes | Asy
         given = await asyncio.to_thread(_given, route, call, body)  # what takes long to read must not hold up the others
     else:
         given = _given(route, call, body)
-    reply = await route.handler(call, given)
-    if isinstance(reply, Stream):
-        await exchange.stream(reply, lambda fault: route.error(told(call, fault), call.request_id), call.app.settings.ping)
-    elif isinstance(reply, Plain):
-        await exchange.reply(reply.body, reply.media, reply.status, reply.headers)
-    elif isinstance(reply, Download):
-        await exchange.download(reply)
-    else:
-        await exchange.reply(encode(reply), status=route.status)
+    async with call.held:
+        reply = await route.handler(call, given)
+        if isinstance(reply, Stream):
+            await exchange.stream(reply, lambda fault: route.error(told(call, fault), call.request_id), call.app.settings.ping)
+        elif isinstance(reply, Plain):
+            await exchange.reply(reply.body, reply.media, reply.status, reply.headers)
+        elif isinstance(reply, Download):
+            await exchange.download(reply)
+        else:
+            await exchange.reply(encode(reply), status=route.status)
 
 
 def _given(route: Route, call: Call, body: Any) -> Any:

@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from trivium import Metrics, RequestOutput, SamplingParams, errors
 
-from trivium_server.models import Models, Served
+from trivium_server.models import Models, Served, Slot
 
 _SHORT = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5, 5.0)
 _LONG = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0)
@@ -53,7 +53,8 @@ _COUNTS = (
     ("engine_draft_seconds", "draft_seconds", "Time of the steps in which drafts were proposed"),
 )
 _OUTPUTS = (1, 2, 5, 10, 20)
-_LABEL = ["model_name"]
+_LABEL = ["model_name", "version"]
+"""The name that clients ask for, and the model that answers."""
 _CACHE = ["block_size", "num_gpu_blocks", "cache_dtype", "enable_prefix_caching"]
 """Labels of cache_config_info, by vLLM's names: tokens a page and pages, whatever the device is."""
 
@@ -87,8 +88,8 @@ class Ended(NamedTuple):
 class Meters:
     """Of one server: a registry of its own. watchers: are told of each request that has ended."""
 
-    def __init__(self, models: Models, *, aliases: bool) -> None:
-        """aliases: each name also with vllm: in place of trivium:."""
+    def __init__(self, models: Models, *, aliases: bool, keys: bool = False) -> None:
+        """aliases: each name also with vllm: in place of trivium:. keys: requests and tokens are also counted by key."""
         self._models, self._aliases = models, aliases
         self.watchers: list[Callable[[Ended], None]] = []
         self._registry = registry = CollectorRegistry()
@@ -106,29 +107,44 @@ class Meters:
         labels = [*_LABEL, "finished_reason"]
         self._ended = Counter("trivium:request_success", "Outputs that ended, by how", labels, registry=registry)
         self._refused = Counter("trivium:requests_refused", "Calls that got an error, by its code", ["code"], registry=registry)
-        for served in models:
+        self._by_key: tuple[Counter, Counter] | None = None
+        if keys:
+            asked = Counter("trivium:key_requests", "Requests let in, by name of the key", ["key"], registry=registry)
+            spent = Counter("trivium:key_tokens", "Tokens of prompts and answers, by name of the key", ["key"], registry=registry)
+            self._by_key = asked, spent
+        for slot in models:
             for _, one in self._times:
-                one.labels(served.name)
+                one.labels(slot.name, slot.name)
             for reason in ("stop", "length", "tool_calls", "abort", "error"):
-                self._ended.labels(served.name, reason)
+                self._ended.labels(slot.name, slot.name, reason)
             for one in (self._gaps, self._prompts, self._made, self._ran, self._outputs, self._most):
-                one.labels(served.name)
+                one.labels(slot.name, slot.name)
 
     def ended(self, ended: Ended) -> None:
         """A request has come to its end."""
-        name = ended.served.name
+        names = _names(ended.served)
         for reason in ended.reasons:
-            self._ended.labels(name, reason).inc()
+            self._ended.labels(*names, reason).inc()
         if ended.metrics is not None:
-            self._prompts.labels(name).observe(ended.prompt_tokens)
-            self._made.labels(name).observe(ended.generated_tokens)
+            self._prompts.labels(*names).observe(ended.prompt_tokens)
+            self._made.labels(*names).observe(ended.generated_tokens)
             self._observe(ended.served, ended.metrics)
         if ended.params is not None:
-            self._outputs.labels(name).observe(ended.params.n)
+            self._outputs.labels(*names).observe(ended.params.n)
             if ended.params.max_tokens is not None:
-                self._most.labels(name).observe(ended.params.max_tokens)
+                self._most.labels(*names).observe(ended.params.max_tokens)
         for watcher in self.watchers:
             watcher(ended)
+
+    def asked(self, key: str) -> None:
+        """A request was let in with a key."""
+        if self._by_key is not None:
+            self._by_key[0].labels(key).inc()
+
+    def charged(self, key: str, tokens: int) -> None:
+        """It has cost so many tokens."""
+        if self._by_key is not None:
+            self._by_key[1].labels(key).inc(tokens)
 
     def refused(self, code: str) -> None:
         """A call got an error."""
@@ -138,17 +154,18 @@ class Meters:
         for field, histogram in self._times:
             value = getattr(metrics, field)
             if value is not None:
-                histogram.labels(served.name).observe(value)
+                histogram.labels(*_names(served)).observe(value)
         first, queue, decode = metrics.time_to_first_token, metrics.queue_time, metrics.decode_time
         if first is not None and queue is not None and decode is not None:
-            self._ran.labels(served.name).observe(first - queue + decode)
-        gaps = self._gaps.labels(served.name)
+            self._ran.labels(*_names(served)).observe(first - queue + decode)
+        gaps = self._gaps.labels(*_names(served))
         for gap in metrics.inter_token_latencies:
             gaps.observe(gap)
 
     async def engines(self) -> dict[str, Any]:
-        """Statistics of the engines by model."""
-        return {served.name: await served.llm.stats() for served in self._models}
+        """Statistics of the engines by model, of those that were ever loaded."""
+        found = [(slot.name, await slot.stats()) for slot in self._models]
+        return {name: stats for name, stats in found if stats is not None}
 
     async def text(self) -> bytes:
         """The exposition."""
@@ -157,6 +174,10 @@ class Meters:
         registry.register(_Caches([*self._models]))
         text = generate_latest(self._registry) + generate_latest(registry)
         return text + text.replace(b"trivium:", b"vllm:") if self._aliases else text
+
+
+def _names(served: Served) -> tuple[str, str]:
+    return served.name, served.version
 
 
 class _Now:
@@ -169,7 +190,7 @@ class _Now:
         for name, field, text in _COUNTS:
             total = CounterMetricFamily(f"trivium:{name}", text, labels=_LABEL)
             for model, stats in self._stats:
-                total.add_metric([model], getattr(stats, field))
+                total.add_metric([model, model], getattr(stats, field))
             yield total
         now: tuple[tuple[str, str, Callable[[Any], float]], ...] = (
             ("num_requests_running", "Sequences that run", lambda s: s.running),
@@ -181,7 +202,7 @@ class _Now:
         for name, text, read in now:
             gauge = GaugeMetricFamily(f"trivium:{name}", text, labels=_LABEL)
             for model, stats in self._stats:
-                gauge.add_metric([model], read(stats))
+                gauge.add_metric([model, model], read(stats))
             yield gauge
         name, text = "trivium:spec_decode_num_accepted_tokens_per_pos", "Guessed tokens that came true, by place"
         accepted = CounterMetricFamily(name, text, labels=[*_LABEL, "position"])
@@ -192,15 +213,14 @@ class _Now:
 
 
 class _Caches:
-    """How the KV caches are laid out."""
+    """How the KV caches of the models that are loaded are laid out."""
 
-    def __init__(self, served: Sequence[Served]) -> None:
-        self._served = served
+    def __init__(self, slots: Sequence[Slot]) -> None:
+        self._slots = slots
 
     def collect(self) -> Iterator[Metric]:
         info = GaugeMetricFamily("trivium:cache_config_info", "Layout of the KV cache, in the labels", labels=[*_LABEL, *_CACHE])
-        for served in self._served:
-            loaded, caching = served.llm.loaded, served.llm.engine.config.enable_prefix_caching
-            spec = loaded.kv_spec
-            info.add_metric([served.name, str(spec.page_size), str(loaded.num_pages), spec.dtype, str(caching)], 1)
+        for name, llm in ((slot.name, slot.llm) for slot in self._slots if slot.llm is not None):
+            spec, caching = llm.loaded.kv_spec, llm.engine.config.enable_prefix_caching
+            info.add_metric([name, name, str(spec.page_size), str(llm.loaded.num_pages), spec.dtype, str(caching)], 1)
         yield info

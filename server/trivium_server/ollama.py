@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
+import re
 import time
 from collections.abc import AsyncGenerator, Mapping
 from datetime import UTC, datetime
@@ -15,7 +17,7 @@ from trivium import CompletionOutput, PoolingParams, StructuredOutputs
 
 from trivium_server.faults import bad, ollama_error
 from trivium_server.http import Call, Route, Stream, line
-from trivium_server.models import Served
+from trivium_server.models import Facts, Served, Slot
 from trivium_server.openai_types import Logprobs, Object, chat_logprobs
 from trivium_server.structure import json_object, json_schema
 from trivium_server.work import Tally, Work, embedded, sampling, template_arguments
@@ -38,7 +40,8 @@ class OllamaOptions(Struct, kw_only=True):
 
 
 class _Common(Struct, kw_only=True):
-    """format: "json" or a JSON schema. think: for templates that know enable_thinking. keep_alive: models stay loaded anyway."""
+    """format: "json" or a JSON schema. think: for templates that know enable_thinking. keep_alive: how long the model stays loaded
+    after this call, in seconds or as "5m"; below 0: for ever."""
 
     model: str
     stream: bool | None = None
@@ -96,11 +99,13 @@ class OllamaEmbed(Struct, kw_only=True):
     model: str
     input: str | list[str]
     dimensions: int | None = None
+    keep_alive: str | float | None = None
 
 
 class OllamaEmbeddings(Struct, kw_only=True):
     model: str
     prompt: str
+    keep_alive: str | float | None = None
 
 
 class OllamaShow(Struct, kw_only=True):
@@ -108,12 +113,39 @@ class OllamaShow(Struct, kw_only=True):
     name: str | None = None
 
 
-def _find(call: Call, name: str | None) -> Served:
-    return call.app.models.find(None if name is None else name.removesuffix(":latest"))
+def _name(name: str | None) -> str | None:
+    return None if name is None else name.removesuffix(":latest")
+
+
+async def _use(call: Call, body: OllamaChat | OllamaGenerate | OllamaEmbed) -> Served:
+    return await call.use(_name(body.model), body, keep=kept(body.keep_alive))
+
+
+_DURATION = re.compile(r"([+-]?)((?:(?:\d+\.?\d*|\.\d+)(?:ns|us|µs|μs|ms|s|m|h))+|0)")
+_PART = re.compile(r"([\d.]+)(\D+)")
+_UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+def kept(keep_alive: str | float | None) -> float | None:
+    """Seconds of a keep_alive: a number, or a duration as Go writes it ("1h30m"); below 0 is math.inf."""
+    if isinstance(keep_alive, str):
+        if (found := _DURATION.fullmatch(keep_alive)) is None:
+            raise bad(f'keep_alive must be seconds, or a duration such as "5m", not {keep_alive!r:.80}', "keep_alive")
+        seconds = sum(float(number) * _UNITS[unit] for number, unit in _PART.findall(found[2]))
+        keep_alive = -seconds if found[1] == "-" else seconds
+    return math.inf if keep_alive is not None and keep_alive < 0 else keep_alive
 
 
 def _now() -> str:
-    return datetime.now(UTC).isoformat().replace("+00:00", "Z")
+    return _iso(time.time())
+
+
+def _iso(at: float) -> str:
+    """at: Unix seconds."""
+    return datetime.fromtimestamp(at, UTC).isoformat().replace("+00:00", "Z")
+
+
+_NEVER = datetime(9999, 12, 31, tzinfo=UTC).timestamp()
 
 
 def _ns(seconds: float | None) -> int:
@@ -171,9 +203,9 @@ class _Calls:
 
 
 async def chat(call: Call, body: OllamaChat) -> Object | Stream:
-    served = _find(call, body.model)
     if not body.messages:
-        return _loaded(served, {"message": {"role": "assistant", "content": ""}})
+        return await _loaded(call, body, {"message": {"role": "assistant", "content": ""}})
+    served = await _use(call, body)
     messages = [_message(message) for message in body.messages]
     return await _answer(call, body, body.made(call, served, messages, {"tools": body.tools}), _chat_piece)
 
@@ -182,9 +214,9 @@ async def generate(call: Call, body: OllamaGenerate) -> Object | Stream:
     for field in ("suffix", "template", "images"):
         if getattr(body, field):
             raise bad(f"{field} is not possible here", field)
-    served = _find(call, body.model)
     if not body.prompt:
-        return _loaded(served, {"response": ""})
+        return await _loaded(call, body, {"response": ""})
+    served = await _use(call, body)
     if body.raw or served.llm.tokenizer.chat_template is None:
         return await _answer(call, body, body.made(call, served, body.prompt, None), _text_piece)
     system = [] if body.system is None else [{"role": "system", "content": body.system}]
@@ -192,9 +224,12 @@ async def generate(call: Call, body: OllamaGenerate) -> Object | Stream:
     return await _answer(call, body, body.made(call, served, messages, {}), _text_piece)
 
 
-def _loaded(served: Served, empty: Object) -> Object:
-    """The answer to an empty prompt, by which clients ask that a model be loaded."""
-    return {"model": served.name, "created_at": _now(), **empty, "done": True, "done_reason": "load"}
+async def _loaded(call: Call, body: OllamaChat | OllamaGenerate, empty: Object) -> Object:
+    """The answer to an empty prompt, by which clients ask that a model be loaded, or with keep_alive 0 that it be unloaded."""
+    slot, reason = call.app.models.find(_name(body.model)), "unload" if kept(body.keep_alive) == 0 else "load"
+    if reason == "load" or slot.llm is not None:
+        await _use(call, body)
+    return {"model": slot.name, "created_at": _now(), **empty, "done": True, "done_reason": reason}
 
 
 async def _answer(call: Call, body: _Common, work: Work, piece: Any) -> Object | Stream:
@@ -230,10 +265,11 @@ async def _lines(call: Call, body: _Common, work: Work, piece: Any) -> AsyncGene
 
 
 async def embed(call: Call, body: OllamaEmbed) -> Object:
-    served, began = _find(call, body.model), time.perf_counter()
+    began = time.perf_counter()
     texts = [body.input] if isinstance(body.input, str) else body.input
     if not texts or "" in texts:
         raise bad("input must not be empty", "input")
+    served = await _use(call, body)
     for text in texts:
         served.check_length(text)
     outputs = await embedded(served, texts, PoolingParams(dimensions=body.dimensions), call.options(body), call.app.meters)
@@ -244,36 +280,46 @@ async def embed(call: Call, body: OllamaEmbed) -> Object:
 
 
 async def old_embed(call: Call, body: OllamaEmbeddings) -> Object:
-    found = await embed(call, OllamaEmbed(model=body.model, input=body.prompt))
+    found = await embed(call, OllamaEmbed(model=body.model, input=body.prompt, keep_alive=body.keep_alive))
     return {"embedding": found["embeddings"][0]}
 
 
-def _details(served: Served) -> Object:
-    family = served.llm.loaded.architecture
+def _details(facts: Facts | None) -> Object:
+    """Of a model that was never loaded little is known."""
+    family = "" if facts is None else facts.architecture
     unknown = {"parameter_size": "", "quantization_level": "", "parent_model": ""}
     return {"format": "trivium", "family": family, "families": [family], **unknown}
 
 
-def _listed(served: Served) -> Object:
-    at = datetime.fromtimestamp(served.created, UTC).isoformat().replace("+00:00", "Z")
-    return {"name": served.name, "model": served.name, "modified_at": at, "size": 0, "digest": "", "details": _details(served)}
+def _listed(name: str, slot: Slot) -> Object:
+    size = 0 if slot.facts is None else slot.facts.size
+    at = _iso(slot.created)
+    return {"name": name, "model": name, "modified_at": at, "size": size, "digest": "", "details": _details(slot.facts)}
 
 
 async def tags(call: Call, body: None) -> Object:
-    return {"models": [_listed(served) for served in call.app.models]}
+    return {"models": [_listed(name, slot) for name, slot in call.app.models.names.items()]}
 
 
 async def ps(call: Call, body: None) -> Object:
-    later = "9999-12-31T23:59:59Z"
-    return {"models": [{**_listed(served), "expires_at": later, "size_vram": 0} for served in call.app.models]}
+    models = call.app.models
+    loaded = [(slot, slot.facts) for slot in models if slot.llm is not None and slot.facts is not None]
+    times = {slot.name: min(time.time() + models.expires(slot), _NEVER) for slot, _ in loaded}
+    return {
+        "models": [
+            {**_listed(slot.name, slot), "expires_at": _iso(times[slot.name]), "size_vram": facts.size,
+             "context_length": facts.max_model_len}
+            for slot, facts in loaded
+        ]
+    }  # fmt: skip
 
 
 async def show(call: Call, body: OllamaShow) -> Object:
-    served = _find(call, body.model or body.name)
-    tokenizer = served.llm.tokenizer
-    can = ["completion", *(["tools"] if "tools" in (tokenizer.chat_template or "") else [])]
-    info = {"general.architecture": served.llm.loaded.architecture, "general.context_length": served.max_model_len}
-    return {"details": _details(served), "model_info": info, "capabilities": can, "template": tokenizer.chat_template or ""}
+    name = _name(body.model or body.name)
+    facts = call.app.models.find(name).facts or Facts.of((await call.use(name)).llm)
+    can = ["completion", *(["tools"] if "tools" in (facts.chat_template or "") else [])]
+    info = {"general.architecture": facts.architecture, "general.context_length": facts.max_model_len}
+    return {"details": _details(facts), "model_info": info, "capabilities": can, "template": facts.chat_template or ""}
 
 
 async def version(call: Call, body: None) -> Object:

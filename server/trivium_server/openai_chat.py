@@ -41,7 +41,7 @@ class ChatRequest(SamplingFields, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
 
-    def work(self, call: Call) -> Work:
+    async def work(self, call: Call) -> Work:
         """Raises Refusal or a TriviumError."""
         self.check()
         if self.top_logprobs is not None and not self.logprobs:
@@ -52,7 +52,7 @@ class ChatRequest(SamplingFields, kw_only=True):
             raise bad("continue_final_message is not possible here; send the text to /v1/completions", "continue_final_message")
         if set(self.modalities or ()) - {"text"}:
             raise bad(f"this model makes text only, not {', '.join(self.modalities or ())}", "modalities")
-        served = call.app.models.find(self.model)
+        served = await call.use(self.model, self)
         limit = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
         params = sampling(served, self, limit, logprobs=self.alternatives, structured_outputs=self.structure())
         template = template_arguments(self.chat_template_kwargs, reasoning_effort=self.reasoning_effort)
@@ -109,7 +109,7 @@ class ChatCompletion(Struct, kw_only=True, omit_defaults=True):
 
 
 async def chat(call: Call, body: ChatRequest) -> ChatCompletion | Stream:
-    work = body.work(call)
+    work = await body.work(call)
     timed = call.app.settings.timings or bool(body.include_metrics)
     name = new_id("chatcmpl-")
     if body.stream:

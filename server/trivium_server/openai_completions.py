@@ -31,12 +31,12 @@ class CompletionRequest(SamplingFields, kw_only=True):
     logprobs: Logprobs | None = None
     add_special_tokens: bool | None = None
 
-    def work(self, call: Call) -> Work:
+    async def work(self, call: Call) -> Work:
         """Raises Refusal or a TriviumError."""
         self.check()
         if self.suffix:
             raise bad("suffix is not possible: this model can't fill text in between", "suffix")
-        served = call.app.models.find(self.model)
+        served = await call.use(self.model, self)
         limit = _MAX_TOKENS if self.max_tokens is None else self.max_tokens
         scored = self.logprobs if self.echo else None
         own = {"prompt_logprobs": self.prompt_logprobs if scored is None else max(scored, self.prompt_logprobs or 0)}
@@ -133,7 +133,7 @@ class _Unscored:
 
 
 async def complete(call: Call, body: CompletionRequest) -> Completion | Stream:
-    work = body.work(call)
+    work = await body.work(call)
     timed = call.app.settings.timings or bool(body.include_metrics)
     head: Object = {"id": new_id("cmpl-"), "object": "text_completion", "created": int(call.arrival), "model": work.served.name}
     writers = [_Writer(body, work.served, p, i * work.params.n) for i, p in enumerate(work.prompts)]

@@ -24,6 +24,7 @@ class EmbeddingRequest(Struct, kw_only=True):
     dimensions: int | None = None
     pooling: str | None = None
     normalize: bool | None = None
+    user: str | None = None
     priority: int | None = None
     cache_salt: str | None = None
     timeout: float | None = None
@@ -52,16 +53,16 @@ def encoded(vector: Any, form: str | None) -> list[float] | str:
 
 
 async def embed(call: Call, body: EmbeddingRequest) -> Embeddings:
-    served = call.app.models.find(body.model)
     prompts = prompts_of(body.input, "input")
     if len(prompts) > call.app.settings.max_prompts:
         raise bad(f"{len(prompts)} inputs are more than {call.app.settings.max_prompts}", "input")
     if any(len(prompt) == 0 for prompt in prompts):
         raise bad("input must not be empty", "input")
-    for prompt in prompts:
-        served.check_length(prompt)
     given = {"pooling": body.pooling, "normalize": body.normalize, "dimensions": body.dimensions}
     pooling = PoolingParams(**{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
+    served = await call.use(body.model, body)
+    for prompt in prompts:
+        served.check_length(prompt)
     outputs = await embedded(served, prompts, pooling, call.options(body), call.app.meters)
     data = [Embedding(index=i, embedding=encoded(o.embedding, body.encoding_format)) for i, o in enumerate(outputs)]
     tokens = sum(len(output.prompt_token_ids) for output in outputs)

@@ -44,6 +44,7 @@ class ResponseRequest(Struct, kw_only=True):
     truncation: str | None = None
     metadata: Object | None = None
     stream: bool | None = None
+    user: str | None = None
     priority: int | None = None
     cache_salt: str | None = None
     timeout: float | None = None
@@ -54,12 +55,12 @@ class ResponseRequest(Struct, kw_only=True):
         """Whether there may be one tool call at most."""
         return self.parallel_tool_calls is False
 
-    def work(self, call: Call) -> Work:
+    async def work(self, call: Call) -> Work:
         """Raises Refusal or a TriviumError."""
         for field in ("previous_response_id", "conversation", "store", "background"):
             if getattr(self, field):
                 raise bad(f"{field}: this server stores no responses; send the whole conversation as input", field)
-        served = call.app.models.find(self.model)
+        served = await call.use(self.model, self)
         params = sampling(served, self, self.max_output_tokens, structured_outputs=self._structure())
         template = template_arguments(None, reasoning_effort=(self.reasoning or {}).get("effort"))
         choice: Any = self.tool_choice
@@ -256,7 +257,7 @@ def _final(block: Block) -> Object:
 
 
 async def respond(call: Call, body: ResponseRequest) -> Response | Stream:
-    work = body.work(call)
+    work = await body.work(call)
     writer = _Writer(call, body, work)
     if body.stream:
         return Stream(_events(call, body, work, writer), named, b"")

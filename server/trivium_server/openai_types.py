@@ -97,6 +97,7 @@ class SamplingFields(Struct, kw_only=True):
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
     return_tokens_as_token_ids: bool | None = None
+    user: str | None = None
     priority: int | None = None
     cache_salt: str | None = None
     timeout: float | None = None

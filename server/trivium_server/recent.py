@@ -135,7 +135,7 @@ class Recent:
         metrics = ended.metrics
         if metrics is None:
             return
-        name, number = ended.served.name, int(self._clock() / STEP)
+        name, number = ended.served.version, int(self._clock() / STEP)
         slices = self._slices.setdefault(name, deque(maxlen=int(KEPT / STEP) + 1))
         if not slices or slices[-1].number != number:
             slices.append(Slice(number))

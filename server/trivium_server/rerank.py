@@ -90,7 +90,7 @@ async def _cosines(call: Call, body: _Compared, ones: Sequence[str], others: Seq
     texts = [*ones, *others]
     if len(texts) > call.app.settings.max_prompts:
         raise bad(f"{len(texts)} texts are more than {call.app.settings.max_prompts}")
-    served = call.app.models.find(body.model)
+    served = await call.use(body.model, body)
     pooling = PoolingParams() if body.pooling is None else PoolingParams(pooling=body.pooling)
     outputs = await embedded(served, texts, pooling, call.options(body), call.app.meters)
     vectors: list[Any] = [output.embedding for output in outputs]

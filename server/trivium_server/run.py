@@ -9,7 +9,8 @@ import signal
 import socket
 import ssl
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -17,22 +18,14 @@ import uvicorn
 from trivium import AsyncLLM
 
 from trivium_server.app import App
-from trivium_server.models import Models, Served
+from trivium_server.models import Models, Slot
 from trivium_server.protocol import configured
 from trivium_server.settings import Settings
 
 
-def load(models: Sequence[tuple[str, str]], aliases: Sequence[str], options: dict[str, Any]) -> Models:
-    """(name, model) of each; aliases: other names of the first. Raises a TriviumError; then nothing is left open."""
-    served: list[Served] = []
-    try:
-        for name, model in models:
-            served.append(Served(name, AsyncLLM(model, **options)))
-    except BaseException:
-        for one in served:
-            one.llm.close()
-        raise
-    return Models(served, [(alias, models[0][0]) for alias in aliases])
+def slots(models: Iterable[tuple[str, str]], options: dict[str, Any]) -> list[Slot]:
+    """Of (name, model) of each; options: of AsyncLLM."""
+    return [Slot(name, partial(AsyncLLM, model, **options)) for name, model in models]
 
 
 class _Server(uvicorn.Server):
@@ -78,7 +71,8 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def serve(models: Models, settings: Settings, sock: socket.socket) -> int:
-    """Answers until it is told to stop; 0 if all that ran could finish, 1 if some had to be ended.
+    """Loads the models and answers until it is told to stop; 0 if all that ran could finish, 1 if some had to be ended. Raises what
+    the models raise that could not be loaded at the start; /health and the lists of models answer from the first moment on.
 
     The first SIGTERM or SIGINT: /health says no, new work is refused, what runs may finish (settings.shutdown_timeout). The second
     ends the process at once.
@@ -103,10 +97,20 @@ def serve(models: Models, settings: Settings, sock: socket.socket) -> int:
 
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop, number)
-        host, port = sock.getsockname()[:2]
-        scheme = "https" if config.is_ssl else "http"
-        print(f"trivium: serving {', '.join(one.name for one in models)} at {scheme}://{host}:{port}", file=sys.stderr, flush=True)
-        await server.serve([sock])
+        answering, starting = loop.create_task(server.serve([sock])), loop.create_task(models.start())
+        try:
+            await asyncio.wait({answering, starting}, return_when=asyncio.FIRST_COMPLETED)
+            if starting.done():
+                starting.result()
+                host, port = sock.getsockname()[:2]
+                scheme, names = "https" if config.is_ssl else "http", ", ".join(models.names)
+                print(f"trivium: serving {names} at {scheme}://{host}:{port}", file=sys.stderr, flush=True)
+        except BaseException:
+            server.should_exit = True
+            raise
+        finally:
+            await answering
+            starting.cancel()
 
     with contextlib.closing(models), asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
         runner.run(run())

@@ -11,7 +11,7 @@ from msgspec import Struct
 from trivium_server.dashboard import page
 from trivium_server.faults import bad, unavailable
 from trivium_server.http import Call, Plain, Route
-from trivium_server.models import Served
+from trivium_server.models import Slot
 from trivium_server.openai_types import Object
 from trivium_server.work import template_arguments
 
@@ -19,13 +19,13 @@ _INDEX = page("index.html")
 
 
 class Model(Struct, kw_only=True):
-    """max_model_len: tokens of prompt and output together."""
+    """root: the name that is behind an alias. max_model_len: tokens of prompt and output together; null: it was never loaded."""
 
     id: str
     created: int
     owned_by: str
     root: str
-    max_model_len: int
+    max_model_len: int | None
     object: str = "model"
 
 
@@ -71,26 +71,26 @@ class Health(Struct, kw_only=True):
     status: str
 
 
-def described(served: Served) -> Model:
+def described(name: str, slot: Slot) -> Model:
     """As /v1/models shows it."""
-    name = served.name
-    return Model(id=name, created=served.created, owned_by="trivium", root=name, max_model_len=served.max_model_len)
+    length = None if slot.facts is None else slot.facts.max_model_len
+    return Model(id=name, created=slot.created, owned_by="trivium", root=slot.name, max_model_len=length)
 
 
 async def models(call: Call, body: None) -> ModelList:
-    return ModelList(data=[described(served) for served in call.app.models])
+    return ModelList(data=[described(name, slot) for name, slot in call.app.models.names.items()])
 
 
 async def model(call: Call, body: None) -> Model:
-    return described(call.app.models.find(call.rest))
+    return described(call.rest, call.app.models.find(call.rest))
 
 
 async def tokenize(call: Call, body: TokenizeRequest) -> Tokens:
-    served = call.app.models.find(body.model)
-    llm = served.llm
     if (body.prompt is None) == (body.messages is None):
         raise bad("give either prompt or messages", "prompt")
+    served = await call.use(body.model)
     served.check_length(body.prompt or body.messages)
+    llm = served.llm
     if body.prompt is not None:
         special = body.add_special_tokens is not False
         ids = await asyncio.to_thread(llm.tokenizer.encode, body.prompt, add_special_tokens=special)
@@ -103,7 +103,7 @@ async def tokenize(call: Call, body: TokenizeRequest) -> Tokens:
 
 
 async def detokenize(call: Call, body: DetokenizeRequest) -> Text:
-    tokenizer = call.app.models.find(body.model).llm.tokenizer
+    tokenizer = (await call.use(body.model)).llm.tokenizer
     wrong = [token for token in body.tokens if not 0 <= token < tokenizer.vocab_size]
     if wrong:
         raise bad(f"token id {wrong[0]} is outside the vocabulary; ids are 0 to {tokenizer.vocab_size - 1}", "tokens")
@@ -115,7 +115,7 @@ async def health(call: Call, body: None) -> Health:
     if call.app.draining:
         raise unavailable("the server is about to stop")
     if not call.app.models.ready:
-        raise unavailable("a model has stopped; the log says why")
+        raise unavailable("models are being loaded, or one has stopped, as the log says then")
     return Health(status="ok")
 
 
@@ -155,7 +155,7 @@ ROUTES: tuple[Route, ...] = (
     Route("GET", "/", root, "Say that the server is there", None, "text/plain", public=True, open=True),
     Route("GET", "/health", health, "Whether requests are taken", None, Health, public=True, open=True),
     Route("GET", "/live", live, "Whether the process answers", None, Health, public=True, open=True),
-    Route("GET", "/version", version, "The version of trivium", None, Version, open=True),
-    Route("GET", "/metrics", metrics, "Prometheus metrics", None, "text/plain", open=True),
-    Route("GET", "/openapi.json", openapi, "This document", None, dict, open=True),
+    Route("GET", "/version", version, "The version of trivium", None, Version, open=True, scope=None),
+    Route("GET", "/metrics", metrics, "Prometheus metrics", None, "text/plain", open=True, scope="metrics"),
+    Route("GET", "/openapi.json", openapi, "This document", None, dict, open=True, scope=None),
 )

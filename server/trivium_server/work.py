@@ -51,7 +51,9 @@ class Work:
             meters.ended(self._left(began, [reason] * len(self.prompts) * self.params.n))
             raise
         for output in outputs:
-            meters.ended(self._ended(output, count(output.outputs), reasons(output)))
+            made = count(output.outputs)
+            meters.ended(self._ended(output, made, reasons(output)))
+            self.served.charge(len(output.prompt_token_ids) + made)
         if failed := [output.error for output in outputs if output.error is not None]:
             raise failed[0]
         return outputs
@@ -76,18 +78,19 @@ class Work:
 
     async def _news(self, prompt: Any, meters: Meters) -> AsyncGenerator[RequestOutput, None]:
         ended: list[str] = []
-        made, began, taken, over = 0, time.time(), False, False
+        made, read, began, taken, over = 0, 0, time.time(), False, False
         news: Any = self.served.llm.stream(prompt, self.params, announce=True, **self.options)
         try:
             async with contextlib.aclosing(news):
                 async for output in news:
-                    taken, over = True, output.finished
+                    taken, read, over = True, len(output.prompt_token_ids), output.finished
                     made += count(output.outputs)
                     ended += reasons(output)
                     if over:
                         meters.ended(self._ended(output, made, ended))
                     yield output
         finally:
+            self.served.charge(read + made)
             if taken and not over:
                 meters.ended(self._left(began, [*ended, *["abort"] * (self.params.n - len(ended))]))
 
@@ -99,6 +102,7 @@ async def embedded(
     outputs = await served.llm.embed(prompts, pooling, **options)
     for output in outputs:
         meters.ended(Ended.of(served, output, 0, reasons(output), "embeddings", None))
+        served.charge(len(output.prompt_token_ids))
     if failed := [output.error for output in outputs if output.error is not None]:
         raise failed[0]
     return outputs

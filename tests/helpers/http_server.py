@@ -27,8 +27,13 @@ CHATS, TEXTS = "/v1/chat/completions", "/v1/completions"
 class Running:
     """A server that answers at `url`; `app` is the application."""
 
-    def __init__(self, url: str, app: Any, llm: AsyncLLM, server: Any) -> None:
-        self.url, self.app, self.llm, self._server = url, app, llm, server
+    def __init__(self, url: str, app: Any, server: Any) -> None:
+        self.url, self.app, self._server = url, app, server
+
+    @property
+    def llm(self) -> AsyncLLM:
+        """The first model."""
+        return next(iter(self.app.models)).llm
 
     @property
     def connections(self) -> int:
@@ -38,28 +43,51 @@ class Running:
 
 @contextlib.contextmanager
 def running(
-    folder: Path, *, keys: tuple[str, ...] = (SECRET,), loading: dict[str, Any] | None = None, **settings: Any
+    folder: Path | None, *, keys: tuple[str, ...] = (SECRET,), loading: dict[str, Any] | None = None, models: Any = None,
+    **settings: Any,
 ) -> Iterator[Running]:  # fmt: skip
-    """Serves the model in `folder` as "tiny"; settings: of trivium_server.Settings."""
+    """Serves the model in `folder` as "tiny", or `models`; keys: lines of a key file; settings: of
+    trivium_server.Settings."""
     import uvicorn
-    from trivium_server import App, Models, Served, Settings
+    from trivium_server import App, Models, Settings, Slot
+    from trivium_server.keys import Key, Keys
     from trivium_server.protocol import configured
-    from trivium_server.settings import Key, Keys
 
-    exact = {"backend": "reference", "dtype": "float32", "progress": False}
-    llm = AsyncLLM(folder, **{**exact, **(loading or {})})
-    app = App(Models([Served("tiny", llm)], [("other", "tiny")]), Settings(keys=Keys(map(Key.of, keys)), **settings))
+    if models is None:
+        assert folder is not None
+        models = Models([Slot("tiny", loader(folder, **(loading or {})))], [("other", "tiny")])
+    app = App(models, Settings(keys=Keys(map(Key.line, keys)), **settings))
     config = configured(app)
-    server = uvicorn.Server(config)
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        thread = threading.Thread(target=lambda: asyncio.Runner(loop_factory=config.get_loop_factory()).run(server.serve([sock])))
-        thread.start()
+    server, started = uvicorn.Server(config), threading.Event()
+    fault: list[BaseException] = []
+
+    async def run() -> None:
         try:
-            yield Running(f"http://127.0.0.1:{sock.getsockname()[1]}", app, llm, server)
+            await models.start()
+        except BaseException as error:
+            fault.append(error)
+            return
+        finally:
+            started.set()
+        await server.serve([sock])
+
+    with socket.create_server(("127.0.0.1", 0)) as sock, contextlib.closing(models):
+        thread = threading.Thread(target=lambda: asyncio.Runner(loop_factory=config.get_loop_factory()).run(run()))
+        thread.start()
+        started.wait()
+        try:
+            if fault:
+                raise fault[0]
+            yield Running(f"http://127.0.0.1:{sock.getsockname()[1]}", app, server)
         finally:
             server.should_exit = True
             thread.join()
-            llm.close()
+
+
+def loader(folder: Path, **options: Any) -> Callable[[], AsyncLLM]:
+    """Loads the model in `folder` with the reference backend."""
+    exact = {"backend": "reference", "dtype": "float32", "progress": False}
+    return lambda: AsyncLLM(folder, **{**exact, **options})
 
 
 def until(true: Callable[[], bool], what: str) -> None:

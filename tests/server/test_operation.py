@@ -14,7 +14,7 @@ import threading
 import pytest
 from chat_models import make_chat_model
 from http_server import AUTH, CHAT, SPELL, events, running
-from trivium_server.settings import Key, Keys
+from trivium_server.keys import Key, Keys
 from trivium_server.structure import bounded
 
 pytestmark = pytest.mark.http

@@ -144,7 +144,7 @@ def test_ollamas_client(server, text):
     assert "".join(piece.message.content for piece in client.chat("tiny", USER, options=options, stream=True)) == text
     assert client.generate("tiny", "hello", options=options).response == text
     assert len(client.embed("tiny", ["a", "b"]).embeddings) == 2
-    assert [m.model for m in client.list().models] == [m.model for m in client.ps().models] == ["tiny"]
+    assert [m.model for m in client.list().models] == ["tiny", "other"] and [m.model for m in client.ps().models] == ["tiny"]
     schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"], "additionalProperties": False}
     answer = client.chat("tiny", USER, format=schema, options={"temperature": 0, "num_predict": 80}).message.content
     assert isinstance(json.loads(answer)["n"], int)

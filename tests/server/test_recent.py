@@ -31,7 +31,7 @@ def metrics(first=0.1, gaps=(0.01,), cached=0, end=1.0):
 
 
 def ended(name="a", prompt=10, made=2, began=0.0, **times):
-    return Ended(SimpleNamespace(name=name), "chat", None, began, ["length"], prompt, made, metrics(**times))
+    return Ended(SimpleNamespace(name=name, version=name), "chat", None, began, ["length"], prompt, made, metrics(**times))
 
 
 def stats(**totals):
@@ -115,7 +115,7 @@ def test_a_model_that_is_not_loaded_counts_as_nothing():
 
 def test_a_request_that_nobody_waited_for_has_no_times_and_is_left_out():
     recent = Recent(Clock())
-    recent.add(Ended(SimpleNamespace(name="a"), "chat", None, 0.0, ["abort"]))
+    recent.add(Ended(SimpleNamespace(name="a", version="a"), "chat", None, 0.0, ["abort"]))
     assert recent.window(60, ["a"]).whole().ended == 0 and recent.ran(["a"]) == []
 
 

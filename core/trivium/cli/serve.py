@@ -45,7 +45,7 @@ def _add_serving(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--served-model-name", action="append", metavar="NAME", help="name of the first model, and more names of it")
     key = "a key that clients must send, or sha256:HEX of it; may be repeated"
     group.add_argument("--api-key", action="append", metavar="KEY", help=key)
-    group.add_argument("--api-key-file", type=Path, metavar="FILE", help="a key a line")
+    group.add_argument("--api-key-file", type=Path, metavar="FILE", help="a key a line, with its name, scopes and limits")
     group.add_argument("--allowed-origins", action="append", metavar="URL", help="web pages that may call the server; *: all")
     group.add_argument(
         "--request-timeout", type=number(float, 0.001), metavar="S", help="until an answer is ended, waiting included"
@@ -59,6 +59,13 @@ def _add_serving(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--kv-disk-bytes", type=number(int, 1), default=10 << 30, metavar="N", help="of them (default: 10 GiB)")
     group.add_argument("--ssl-certfile", type=Path, metavar="FILE", help="certificate chain in PEM: speak HTTPS")
     group.add_argument("--ssl-keyfile", type=Path, metavar="FILE", help="its private key (default: in the same file)")
+    idle = "unload a model that nobody has asked for so long; the next request loads it again (default: never)"
+    group.add_argument("--idle-seconds", type=number(float, 0), metavar="S", help=idle)
+    most = "models that are loaded at a time; the one that was used least recently makes room (default: all)"
+    group.add_argument("--max-loaded-models", type=number(int, 1), metavar="N", help=most)
+    split = "one name for several of the models, each with its percentage of the calls: chat=v1:90,v2:10; may be repeated"
+    group.add_argument("--split", action="append", metavar="NAME=MODEL:WEIGHT,...", help=split)
+    group.add_argument("--key-metrics", action="store_true", help="/metrics counts requests and tokens by name of the key")
     group.add_argument("--max-body", type=number(int, 1), default=32 << 20, metavar="BYTES", help="largest body (default: 32 MiB)")
     group.add_argument("--batch-dir", type=Path, metavar="FOLDER", help="keeps files and batches here (default: there are none)")
     group.add_argument("--batch-parallel", type=number(int, 1), default=32, metavar="N", help="requests of batches at a time (32)")
@@ -75,10 +82,11 @@ def _add_serving(parser: argparse.ArgumentParser) -> None:
 def serve(args: argparse.Namespace) -> int:
     """Serves until it is told to stop."""
     try:
-        from trivium_server import Settings
+        from trivium_server import Models, Settings
         from trivium_server.config import ConfigError, settled
-        from trivium_server.run import check_certificate, check_tracing, listen, load
+        from trivium_server.run import check_certificate, check_tracing, listen, slots
         from trivium_server.run import serve as answer
+        from trivium_server.splits import Split
     except ImportError as error:
         raise UsageError(
             f"trivium serve: {error.name} is missing; install the server with pip install 'trivium[server]'"
@@ -96,12 +104,19 @@ def serve(args: argparse.Namespace) -> int:
         vllm_metrics=args.vllm_metrics, otlp_endpoint=args.otlp_endpoint, batch_dir=args.batch_dir,
         batch_parallel=args.batch_parallel, max_upload=args.max_upload, batch_storage=args.batch_storage,
         moderation=tuple(args.moderation or ()), certificate=args.ssl_certfile, private_key=args.ssl_keyfile,
+        idle_seconds=args.idle_seconds, max_loaded_models=args.max_loaded_models, key_metrics=args.key_metrics,
+        splits=Split.parse_all(args.split or ()),
     )  # fmt: skip
     names, models = args.served_model_name or [], [_named(text) for text in args.model]
     models[0] = (names[0] if names else models[0][0], models[0][1])
     twice = [name for name, _ in models if [n for n, _ in models].count(name) > 1]
     if twice:
         raise UsageError(f"trivium serve: two models are called {twice[0]}; give one another name: NAME=MODEL")
+    loading = slots(models, {**load_options(args), **_engine_options(args)})
+    served = Models(
+        loading, [(alias, models[0][0]) for alias in names[1:]], settings.splits, idle_seconds=settings.idle_seconds,
+        max_loaded=settings.max_loaded_models, max_waiting=args.max_waiting_requests,
+    )  # fmt: skip
     try:
         check_certificate(settings)
     except (OSError, ValueError) as error:
@@ -120,7 +135,7 @@ def serve(args: argparse.Namespace) -> int:
     except OSError as error:
         raise UsageError(f"trivium serve: can't listen at {args.host} port {args.port}: {error.strerror or error}") from error
     with sock:
-        return answer(load(models, names[1:], {**load_options(args), **_engine_options(args)}), settings, sock)
+        return answer(served, settings, sock)
 
 
 def _engine_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -144,14 +159,15 @@ def _named(text: str) -> tuple[str, str]:
 
 def _keys(args: argparse.Namespace) -> Any:
     """All keys that were given, hashed."""
-    from trivium_server.settings import Key, Keys
+    from trivium_server.keys import Key, Keys, read_keys
 
     texts = list(args.api_key or ())
     try:
+        keys = list(map(Key.of, texts))
         if args.api_key_file is not None:
-            texts += filter(None, map(str.strip, args.api_key_file.read_text().splitlines()))
-            if not texts:
-                raise ValueError(f"{args.api_key_file} has no key")
-        return Keys(Key.of(text) for text in texts)
+            keys += (found := read_keys(args.api_key_file.read_text()))
+            if not found:
+                raise ValueError("it has no key")
+        return Keys(keys)
     except (ValueError, OSError) as error:
         raise UsageError(f"trivium serve: {error}") from error
