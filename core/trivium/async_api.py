@@ -17,7 +17,8 @@ from trivium.sampling import SamplingParams
 
 
 class AsyncLLM(Opened, contextlib.AbstractAsyncContextManager["AsyncLLM"]):
-    """A loaded model for asyncio: its engine steps in a thread of its own, requests come and go. An async context manager."""
+    """A loaded model for asyncio: its engine steps in a thread of its own, requests come and go, and their texts are cut into
+    tokens in further threads, so that a long one keeps nobody waiting. An async context manager."""
 
     def _start(self, opened: contextlib.ExitStack) -> None:
         self.async_engine = AsyncEngine(self.engine)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Annotated, Any
@@ -48,7 +49,9 @@ class CompletionRequest(SamplingFields, kw_only=True):
             encode = served.llm.tokenizer.encode
             for prompt in prompts:
                 served.check_length(prompt)
-            prompts = [encode(p, add_special_tokens=False) if isinstance(p, str) else p for p in prompts]
+            prompts = await asyncio.to_thread(
+                lambda: [encode(p, add_special_tokens=False) if isinstance(p, str) else p for p in prompts]
+            )
         return Work(served, prompts, params, call.options(self))
 
 

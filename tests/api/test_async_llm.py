@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 
 import pytest
 from chat_models import make_chat_model
@@ -123,3 +124,24 @@ def test_a_closed_model_refuses(folder):
     with pytest.raises(ClosedError) as refusal:
         llm.generate("ab", GREEDY)
     assert str(refusal.value) == said
+
+
+def test_while_a_prompt_is_cut_into_tokens_others_go_on(folder, want, monkeypatch):
+    may = threading.Event()
+
+    async def job(llm):
+        encode = llm.tokenizer.encode
+
+        def slow(text, **options):
+            if text == "cd":
+                assert may.wait(60)
+            return encode(text, **options)
+
+        monkeypatch.setattr(llm.tokenizer, "encode", slow)
+        waiting = [asyncio.ensure_future(llm.generate("cd", GREEDY)), asyncio.ensure_future(collect(llm, "cd"))]
+        assert await collect(llm, "ab") == want["ab"] and not any(task.done() for task in waiting)
+        may.set()
+        [output], streamed = await asyncio.gather(*waiting)
+        assert output.outputs[0].token_ids == streamed == want["cd"]
+
+    with_model(folder, job)

@@ -127,8 +127,8 @@ def test_the_cache_is_described_as_gateways_read_it(fresh):
     [sample] = families(fresh)["vllm:cache_config_info"].samples
     loaded = fresh.loaded
     assert sample.value == 1 and sample.labels == {
-        "model_name": "tiny", "version": "tiny", "block_size": str(loaded.kv_spec.page_size), "num_gpu_blocks": str(loaded.num_pages),
-        "cache_dtype": loaded.kv_spec.dtype, "enable_prefix_caching": "True",
+        "model_name": "tiny", "version": "tiny", "block_size": str(loaded.kv_spec.page_size),
+        "num_gpu_blocks": str(loaded.num_pages), "cache_dtype": loaded.kv_spec.dtype, "enable_prefix_caching": "True",
     }  # fmt: skip
 
 

@@ -106,14 +106,13 @@ class Tokenizer:
         if not isinstance(text, str):
             raise InvalidRequestError(f"a prompt is text (str), not {type(text).__name__}", param="prompt")
         try:
-            ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            [found] = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)  # of its calls the one without GIL
         except (UnicodeEncodeError, TypeError) as error:
             place = next((i for i, char in enumerate(text) if "\ud800" <= char <= "\udfff"), 0)
             message = f"the text is not valid Unicode: character {place} is half of a surrogate pair ({text[place]!a}); replace it"
             raise InvalidRequestError(message, param="prompt") from error
-        if add_special_tokens and self._adds_bos and ids[:2] == [self.bos_id] * 2:
-            return ids[1:]
-        return ids
+        ids: list[int] = found.ids
+        return ids[1:] if add_special_tokens and self._adds_bos and ids[:2] == [self.bos_id] * 2 else ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of `ids`, nothing added between tokens; bytes that form no character become U+FFFD."""
