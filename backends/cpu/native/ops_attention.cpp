@@ -130,16 +130,20 @@ Attention::Work Attention::plan(const Step& step) const {
 }
 
 // Tile `index` of all: sequence by sequence, so that a thread finds what it wrote of them (see RopeWrite), then kv head by kv head, so that
-// neighbours read the same keys; the longest contexts of a prefill first.
-Attention::Tile Attention::find_tile(const Step& step, int64_t index) const {
+// neighbours read the same keys; the longest contexts of a prefill first. from: where the last search ended, so that a walk over the tiles of
+// many sequences does not begin each time with the first of them.
+Attention::Tile Attention::find_tile(const Step& step, int64_t index, Cursor& from) const {
   const int32_t* starts = step.ints(query_starts_);
   const int32_t* contexts = step.ints(context_lens_);
   const int64_t size = tile_tokens(), kv_heads = layer_.layout.kv_heads;
-  int64_t seq = 0, own = 0;
-  for (;; ++seq, index -= own * kv_heads) {
-    own = (starts[seq + 1] - starts[seq] + size - 1) / size;
-    if (index < own * kv_heads) break;
+  if (index < from.first) from = {};
+  int64_t own = 0;
+  for (;; ++from.seq, from.first += own * kv_heads) {
+    own = (starts[from.seq + 1] - starts[from.seq] + size - 1) / size;
+    if (index < from.first + own * kv_heads) break;
   }
+  const int64_t seq = from.seq;
+  index -= from.first;
   const int64_t queries = starts[seq + 1] - starts[seq], context = contexts[seq], first = (own - 1 - index % own) * size;
   const int64_t tokens = std::min(size, queries - first), position = context - queries + first;
   const int64_t low = window > 0 ? std::max<int64_t>(0, position + 1 - window) : 0;
@@ -217,7 +221,8 @@ void Attention::ask_ahead(const Step& step, int thread, int threads) const {
   const bool spans = shares_spans(work, threads);
   const int64_t items = work.tiles * l.kv_heads, each = spans ? work.longest : 1, i = Shares::first(thread, threads, items * each);
   if (i >= items * each) return;
-  const Tile tile = find_tile(step, i / each);
+  Cursor cursor;
+  const Tile tile = find_tile(step, i / each, cursor);
   if (tile.tokens * group() > kFewRows) return;
   const KeySpan keys = keys_of(step, tile, std::max(tile.first_span, i % each));
   for (int64_t at = keys.begin; at < keys.end; at += kKeyRun) {
@@ -231,9 +236,10 @@ void Attention::run_whole(const Step& step, Worker& worker, const Work& work) {
   const int64_t items = work.tiles * layer_.layout.kv_heads;
   Tile next{};
   int64_t found = -1;  // the item of `next`
+  Cursor cursor;
   worker.share(shares[0], items, [&](int64_t item) {
-    const Tile tile = item == found ? next : find_tile(step, item);
-    if (item + 1 < items) next = find_tile(step, found = item + 1);
+    const Tile tile = item == found ? next : find_tile(step, item, cursor);
+    if (item + 1 < items) next = find_tile(step, found = item + 1, cursor);
     AttentionSpan s = span_of(step, tile, memory);
     for (int64_t span = tile.first_span; span < tile.last_span; ++span) {
       const KeySpan keys = span + 1 < tile.last_span ? keys_of(step, tile, span + 1) : keys_of(step, next, next.first_span);
@@ -255,10 +261,11 @@ void Attention::attend(const Step& step, AttentionSpan& s, int64_t span, const K
 void Attention::run_spans(const Step& step, Worker& worker, const Work& work) {
   const Scratch memory = scratch(worker);
   float* partials_of = step.floats(partials);
+  Cursor cursor;
   worker.share(shares[0], work.tiles * layer_.layout.kv_heads * work.longest, [&](int64_t i) {
     const int64_t item = i / work.longest, span = i % work.longest;
     auto part_of = [&](int64_t at) { return partial(partials_of + (item * work.longest + at) * partial_numbers()); };
-    const Tile tile = find_tile(step, item);
+    const Tile tile = find_tile(step, item, cursor);
     if (span < tile.first_span || span >= tile.last_span) return;
     AttentionSpan s = span_of(step, tile, memory);
     attend(step, s, span, keys_of(step, tile, span + 1), part_of(span));

@@ -63,10 +63,14 @@ private:
     int64_t tiles, longest, spans;
   };
   struct Tile;
+  // A sequence and its first tile.
+  struct Cursor {
+    int64_t seq = 0, first = 0;
+  };
   struct Scratch;
   Scratch scratch(Worker& worker) const;
   Work plan(const Step& step) const;
-  Tile find_tile(const Step& step, int64_t index) const;
+  Tile find_tile(const Step& step, int64_t index, Cursor& from) const;
   KeySpan keys_of(const Step& step, const Tile& tile, int64_t span) const;
   AttentionSpan span_of(const Step& step, const Tile& tile, const Scratch& memory) const;
   Partial partial(float* memory) const;
