@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
 
-from trivium import AsyncLLM, errors
+from trivium import AsyncLLM, SamplingParams, errors
 
 from trivium_server.faults import Refusal, unavailable
 from trivium_server.limits import characters
@@ -29,19 +29,20 @@ _GOLDEN = (5**0.5 - 1) / 2
 @dataclass(frozen=True)
 class Facts:
     """What is known of a model once it has been loaded. max_model_len: tokens of prompt and output together. size: bytes of its
-    weights and of its KV cache."""
+    weights and of its KV cache. defaults: sampling parameters of requests that have none."""
 
     max_model_len: int
     architecture: str
     chat_template: str | None
     size: int
+    defaults: SamplingParams
 
     @classmethod
     def of(cls, llm: AsyncLLM) -> Facts:
         """Of a model that is loaded."""
-        memory = llm.loaded.session.memory()
-        loaded = llm.loaded
-        return cls(loaded.max_model_len, loaded.architecture, llm.tokenizer.chat_template, memory.weights + memory.kv)
+        loaded, memory = llm.loaded, llm.loaded.session.memory()
+        template, size = llm.tokenizer.chat_template, memory.weights + memory.kv
+        return cls(loaded.max_model_len, loaded.architecture, template, size, llm.default_params())
 
 
 @dataclass(eq=False)

@@ -316,10 +316,24 @@ async def ps(call: Call, body: None) -> Object:
 
 async def show(call: Call, body: OllamaShow) -> Object:
     name = _name(body.model or body.name)
-    facts = call.app.models.find(name).facts or Facts.of((await call.use(name)).llm)
-    can = ["completion", *(["tools"] if "tools" in (facts.chat_template or "") else [])]
-    info = {"general.architecture": facts.architecture, "general.context_length": facts.max_model_len}
-    return {"details": _details(facts), "model_info": info, "capabilities": can, "template": facts.chat_template or ""}
+    slot = call.app.models.find(name)
+    facts = slot.facts or Facts.of((await call.use(name)).llm)
+    template, length = facts.chat_template or "", facts.max_model_len
+    signs = {"tools": ("tools",), "thinking": ("enable_thinking", "<think>", "reasoning_content")}
+    can = ["completion", *(name for name, words in signs.items() if any(word in template for word in words))]
+    info = dict.fromkeys(("general.context_length", f"{facts.architecture}.context_length"), length)
+    return {
+        "modified_at": _iso(slot.created), "details": _details(facts), "capabilities": can, "template": template,
+        "model_info": {"general.architecture": facts.architecture, **info}, "parameters": _parameters(facts),
+        "modelfile": f"FROM {slot.name}\n",
+    }  # fmt: skip
+
+
+def _parameters(facts: Facts) -> str:
+    """The defaults of requests as lines of a Modelfile."""
+    ours = {"repeat_penalty": "repetition_penalty"}
+    names = ("temperature", "top_k", "top_p", "min_p", "repeat_penalty", "presence_penalty", "frequency_penalty")
+    return "\n".join(f"{name:<30} {getattr(facts.defaults, ours.get(name, name))}" for name in names)
 
 
 async def version(call: Call, body: None) -> Object:

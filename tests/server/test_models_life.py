@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 from chat_models import make_chat_model
 from http_server import AUTH, CHAT, events, loader, running
-from trivium import errors
+from trivium import SamplingParams, errors
 from trivium_server import Models, Slot
 from trivium_server.faults import Refusal
 from trivium_server.ollama import kept
@@ -33,6 +33,9 @@ class Made:
         self.tokenizer = SimpleNamespace(chat_template=None)
         self.name, self.log, self.is_ready = name, log, True
         log.append(f"+{name}")
+
+    def default_params(self):
+        return SamplingParams()
 
     async def stats(self):
         from trivium.engine import Stats

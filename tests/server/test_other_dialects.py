@@ -133,7 +133,9 @@ def test_ollama_says_the_same_streamed_and_not(http, text):
     assert made["response"] == text
     assert post(http, "/api/generate", model="tiny").json()["done_reason"] == "load"
     assert http.post("/api/chat", json={**body, "model": "nope"}).json()["error"].startswith("there is no model")
-    assert post(http, "/api/show", model="tiny").json()["model_info"]["general.context_length"] == 512
+    shown = post(http, "/api/show", model="tiny").json()
+    assert shown["model_info"][shown["model_info"]["general.architecture"] + ".context_length"] == 512
+    assert shown["capabilities"] == ["completion"] and shown["parameters"].split()[:2] == ["temperature", "0.0"]
 
 
 def test_ollamas_client(server, text):
@@ -144,6 +146,8 @@ def test_ollamas_client(server, text):
     assert "".join(piece.message.content for piece in client.chat("tiny", USER, options=options, stream=True)) == text
     assert client.generate("tiny", "hello", options=options).response == text
     assert len(client.embed("tiny", ["a", "b"]).embeddings) == 2
+    shown = client.show("tiny")
+    assert "messages" in shown.template and shown.modified_at and shown.modelinfo["general.context_length"] == 512
     assert [m.model for m in client.list().models] == ["tiny", "other"] and [m.model for m in client.ps().models] == ["tiny"]
     schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"], "additionalProperties": False}
     answer = client.chat("tiny", USER, format=schema, options={"temperature": 0, "num_predict": 80}).message.content
