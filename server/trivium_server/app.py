@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -153,7 +153,7 @@ class App:
             return
         if self.draining:
             raise unavailable("the server is about to stop; ask another one")
-        with self._within_limits(route, call):
+        async with self._within_limits(route, call):
             await self._answer(route, call, exchange)
 
     def charge(self, key: Key | None, tokens: int) -> None:
@@ -167,13 +167,14 @@ class App:
             self._accounts[key] = Account(key)
         return self._accounts[key]
 
-    @contextlib.contextmanager
-    def _within_limits(self, route: Route, call: Call) -> Iterator[None]:
+    @contextlib.asynccontextmanager
+    async def _within_limits(self, route: Route, call: Call) -> AsyncIterator[None]:
         """Limits are for what makes work: what is sent to routes of inference. Raises Refusal."""
         if call.key is None or (route.method, route.scope) != ("POST", "inference"):
             yield
             return
         account = self._account(call.key)
+        await account.room()
         with contextlib.ExitStack() as entered:
             try:
                 entered.enter_context(account.entered())

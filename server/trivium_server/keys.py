@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hashlib
 import hmac
@@ -15,6 +16,8 @@ from trivium_server.faults import Refusal
 
 SCOPES = ("inference", "metrics", "admin")
 """What a route may ask for. Keys that say nothing have all but the last."""
+_GRACE = 5
+"""Looks for a place, 20 ms apart: a client has read its answer, and may ask again, before its call has ended here."""
 _LIMITS = ("requests-per-minute", "tokens-per-minute", "concurrent-requests")
 
 
@@ -139,6 +142,13 @@ class Account:
         self.key, self.active = key, 0
         limits = {"requests": key.requests_per_minute, "tokens": key.tokens_per_minute}
         self._buckets = {kind: _Bucket(limit, clock) for kind, limit in limits.items() if limit is not None}
+
+    async def room(self) -> None:
+        """Until one more request may run, but not for long."""
+        for _ in range(_GRACE):
+            if self.key.concurrent_requests is None or self.active < self.key.concurrent_requests:
+                return
+            await asyncio.sleep(0.02)
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
