@@ -10,6 +10,8 @@ int64_t tiles_of(const Target& target) { return (target.matrix.out + linear::kTi
 // `bytes` rounded up to whole cache lines.
 size_t lines(int64_t bytes) { return static_cast<size_t>((bytes + linear::kAlign - 1) / linear::kAlign * linear::kAlign); }
 
+bool has_tiles(linear::Isa isa) { return isa == linear::Isa::amx || isa == linear::Isa::amx_emulated; }
+
 linear::Output output_of(const Step& step, const Target& target, bool accumulate) {
   return {step.floats(target.y), target.matrix.out, target.bias.present() ? step.floats(target.bias) : nullptr, accumulate};
 }
@@ -26,13 +28,13 @@ bool Project::reads_quantised() const {
 
 size_t Project::scratch_bytes() const {
   const int64_t row = in_ * static_cast<int64_t>(sizeof(float));
-  const int64_t up = kRowsAtATime * kTilesAtATime * linear::kTile * static_cast<int64_t>(sizeof(float));
+  const int64_t up = kTileRowsAtATime * kTilesAtATime * linear::kTile * static_cast<int64_t>(sizeof(float));
   return lines(kOwnRows * row) + lines(row) + lines(up) + lines(kOwnRows * linear::QuantisedRows::row_bytes(in_));
 }
 
 Project::Scratch Project::scratch_of(Worker& worker) const {
   const int64_t row = in_ * static_cast<int64_t>(sizeof(float));
-  const int64_t up = kRowsAtATime * kTilesAtATime * linear::kTile * static_cast<int64_t>(sizeof(float));
+  const int64_t up = kTileRowsAtATime * kTilesAtATime * linear::kTile * static_cast<int64_t>(sizeof(float));
   uint8_t* at = static_cast<uint8_t*>(worker.scratch());
   Scratch s;
   s.rows = reinterpret_cast<float*>(at);
@@ -116,10 +118,11 @@ void Project::run(const Step& step, Worker& worker) {
   const int64_t least = (tiles + kTilesAtATime - 1) / kTilesAtATime, most = std::max(least, kPieces * threads);
   const int64_t pieces = bands > 1 ? least : std::min((most + threads - 1) / threads * threads, tiles);
   const auto band_begin = [&](int64_t band) { return band == bands ? rows : rows * band / bands / linear::kRowBlock * linear::kRowBlock; };
-  const int64_t blocks = (rows / bands + linear::kRowBlock + kRowsAtATime - 1) / kRowsAtATime;  // of a band, at most
+  const int64_t at_a_time = has_tiles(step.linear->isa) ? kTileRowsAtATime : kRowsAtATime;
+  const int64_t blocks = (rows / bands + linear::kRowBlock + at_a_time - 1) / at_a_time;  // of a band, at most
   worker.share(shares[1], bands * pieces * blocks, [&](int64_t item) {
-    const int64_t band = item / (pieces * blocks), piece = item / blocks % pieces, row = band_begin(band) + item % blocks * kRowsAtATime;
-    const linear::Range some_rows{row, std::min(row + kRowsAtATime, band_begin(band + 1))};
+    const int64_t band = item / (pieces * blocks), piece = item / blocks % pieces, row = band_begin(band) + item % blocks * at_a_time;
+    const linear::Range some_rows{row, std::min(row + at_a_time, band_begin(band + 1))};
     const linear::Range some_tiles{tiles * piece / pieces, tiles * (piece + 1) / pieces};
     if (some_rows.begin >= some_rows.end) return;
     if (is_gated) {

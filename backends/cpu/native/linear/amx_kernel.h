@@ -1,15 +1,18 @@
-// The integer linear kernels on matrix tiles (amx_tiles.h), for blocks of rows; what they compute, bit for bit, is what kernel.h
-// computes on the same vector type: the dots are exact integers, and what happens to them afterwards happens in the same order.
+// The linear kernels of quantised weights on matrix tiles (amx_tiles.h), for blocks of rows; what they compute, bit for bit, is what
+// kernel.h computes on the same vector type: the dots are exact integers, and what happens to them afterwards happens in the same order.
 //
-// A dot instruction takes 16 rows x 32 inputs (one group) of quantised rows as they lie and the group's codes of 16 outputs, which
-// are packed as its second operand. Sums of a group are int32 and must become float32 before the next group, whose scales differ:
-// they go through a buffer in the first-level cache. Work of one step (16 rows x 32 outputs x 4 groups = 65,536 multiply-adds):
-//   tiles   8 dots of 16 cycles, 4 + 8 loads (64 + 32 cycles at most), 8 stores of 16 cycles: 128 cycles on their own unit and ports
-//   vectors 128 conversions: shift, conversion, multiply-add of the output's scale (and of the minimum), so
-//           384 (512) operations of 512 bits, 192 (256) cycles on two ports; 320 loads of sums, shifts and scales, 160 cycles
-// Conversions are the bound, at 340 (256) multiply-adds a cycle, a third (a quarter) of the 1,024 of the tiles' peak, where VNNI's
-// peak is 128. Tiles of step n+1 are issued among the conversions of step n, into the other half of the buffers, and four sums are
-// in flight. Codes (4 groups x 32 outputs) are unpacked once for all rows of a panel: 4 kB, for up to kPanelRows rows.
+// Dots are of bfloat16, which holds every code (8 bits) and every quantised input times its group's shift (a power of two): their
+// sums of a group are whole numbers of at most 20 significant bits times that power, exact in float32 in any order. So a dot comes out
+// as the float32 that a vector kernel makes of an int32 by a shift and a conversion, and takes no longer: a tile's rows count (16
+// cycles for 16 rows), not its depth, so that one of 32 bfloat16 costs what one of 32 bytes does.
+//
+// What a group of 16 rows and 16 outputs (8,192 multiply-adds, a "tile") costs, measured on a core of Emerald Rapids whose sibling
+// thread other work shared:
+//   dot 16 cycles; with its store (one row a cycle) 20; with loads of both operands, each used twice, 25
+//   one multiply-add a row, of the dot and of the output's scale times 1 + quarters / 4 from a table: 8 cycles alone, 10 to 12 beside the
+//   above, whose loads and stores leave vectors one of two ports
+// That is 35 cycles at best, and 82 to 92 as it is with 128 rows; what is left are loads of the inputs from the second-level cache, of
+// the table and of the sums, the waiting for the last dot of a step, and unpacking (12). Longer steps (kUnits) cost more than they save.
 //
 // A layout with a scale for 16 inputs takes half as deep tiles: a unit is what has one scale.
 #pragma once
@@ -24,17 +27,21 @@ struct AmxKernel {
   using Plain = LinearKernel<S>;
   using F32 = typename S::F32;
 
-  static constexpr int64_t kUnits = 4;         // a step
-  static constexpr int64_t kPair = 2;          // tiles of outputs a panel
+  static constexpr int64_t kUnits = 2;         // a step
+  static constexpr int64_t kPair = 2;          // tiles of outputs a panel, blocks of rows a step
   static constexpr int64_t kBlock = amx::kRows;
   static constexpr int64_t kPanelRows = 128;   // whose sums are kept while the panels go by
   static constexpr int64_t kLeast = 8;         // fewer rows are left to the vector kernel
+  static constexpr int64_t kConvert = 8;       // rows, of kPair tiles, whose sums are in registers
 
   // One thread's memory for a call.
   struct Buffers {
-    alignas(64) uint8_t codes[2][kUnits][kPair][kGroup / 4 * kLine];
-    alignas(64) int32_t dots[2][kUnits][kPair][kBlock][kTile];
-    alignas(64) float sums[kPair][kPanelRows][kTile];
+    alignas(64) uint8_t codes[kUnits][kPair][amx::kTileBytes];
+    alignas(64) float dots[kUnits][kPair][kPair][kBlock][kTile];  // [unit][block][tile]
+    alignas(64) float scales[kUnits][kQuarters][kPair][kTile];
+    alignas(64) float minimums[kUnits][kPair][kTile];
+    alignas(64) float sums[kPanelRows][kPair][kTile];
+    alignas(64) float row_scales[kPanelRows];
   };
 
   template <Layout kLayout>
@@ -55,153 +62,236 @@ struct AmxKernel {
     static amx::Config config(int64_t rows) {
       amx::Config c;
       for (int sum = 0; sum < 4; ++sum) c.shape(sum, rows, amx::kRowBytes);
-      for (int input = 4; input < 6; ++input) c.shape(input, rows, kInputs);
-      for (int code = 6; code < 8; ++code) c.shape(code, kInputs / 4, amx::kRowBytes);
+      for (int input = 4; input < 6; ++input) c.shape(input, rows, kInputs * 2);
+      for (int code = 6; code < 8; ++code) c.shape(code, kInputs / 2, amx::kRowBytes);
       return c;
     }
 
-    // Header of the chunk, and the group's number in it, of one unit of a tile.
-    struct Place {
-      const uint8_t* header;
-      int64_t group;
-    };
-    TRIVIUM_INLINE Place place(const uint8_t* tile, int64_t unit) const {
-      const int64_t group = unit / kParts;
-      return {tile + group / kShape.groups * kShape.chunk_bytes(), group % kShape.groups};
-    }
-
-    // Codes of one unit as the dot takes them: a byte each, signed where the layout is symmetric.
-    TRIVIUM_INLINE void unpack(const uint8_t* tile, int64_t unit, uint8_t* to) const {
-      const Place at = place(tile, unit);
-      const uint8_t* from = at.header + kShape.header + at.group * kShape.group_bytes() + unit % kParts * kCodeBytes;
-      for (int64_t line = 0; line < kCodeBytes; line += kLine, from += kLine) {
-        if constexpr (kShape.bits == 4) {
-          S::template widen_nibbles<kSigned>(from, to + 2 * line, to + 2 * line + kLine);
-        } else {
-          S::template copy_codes<kSigned>(from, to + line);
-        }
+    // Codes of one unit of a tile as the dot takes them, its scales and its minimum.
+    TRIVIUM_INLINE void unpack(const uint8_t* tile, int64_t unit, Buffers& b, int64_t u, int t) const {
+      const int64_t index = unit / kParts, group = index % kShape.groups;
+      const uint8_t* header = tile + index / kShape.groups * kShape.chunk_bytes();
+      const uint8_t* from = header + kShape.header + group * kShape.group_bytes() + unit % kParts * kCodeBytes;
+      uint8_t* to = b.codes[u][t];
+      constexpr int64_t kStep = kShape.bits == 4 ? kLine : 2 * kLine;
+#pragma GCC unroll 4
+      for (int64_t line = 0; line < kCodeBytes; line += kStep, from += kStep, to += 4 * kLine) {
+        if constexpr (kShape.bits == 4) S::template widen_nibbles<kSigned>(from, to);
+        else S::template widen_bytes<kSigned>(from, to);
       }
+      F32 scale = Plain::template group_scale<kLayout>(header, group, static_cast<int>(unit % kParts));
+      constexpr float kQuarter = 1.0f / kQuarters;
+      const F32 quarter = S::mul(scale, S::splat(&kQuarter));
+#pragma GCC unroll 4
+      for (int i = 0; i < kQuarters; ++i, scale = S::add(scale, quarter)) S::store(scale, b.scales[u][i][t]);
+      if constexpr (!kSigned) S::store(Plain::template group_min<kLayout>(header, group), b.minimums[u][t]);
     }
 
-    // Dots of units [first, end) (two or less) of a step that starts at unit `base`, for the rows of one block.
-    template <int kWidth>
-    TRIVIUM_INLINE void dot(Tiles& tiles, Buffers& b, int64_t half, int64_t panel, int64_t row, int64_t base, int64_t first,
-                            int64_t end) const {
-      const auto one = [&]<int kSum, int kInput>(int64_t i) {
-        tiles.template load<kInput>(x.group(row)[(base + i) / kParts].q + (base + i) % kParts * kInputs, x.stride);
-        const auto tile = [&]<int c, int code>(int64_t t) {
-          tiles.template zero<c>();
-          tiles.template load<code>(b.codes[panel][i][t], kLine);
-          if constexpr (kSigned) tiles.template dot_signed_signed<c, kInput, code>();
-          else tiles.template dot_signed_unsigned<c, kInput, code>();
-          tiles.template store<c>(b.dots[half][i][t], kLine);
-        };
-        tile.template operator()<kSum, 6>(0);
-        if constexpr (kWidth == 2) tile.template operator()<kSum + 1, 7>(1);
+    // Dots of `count` units from `base` on for kBlocks blocks of rows from `row` on. A pair of dots is stored while the next is computed.
+    template <int kWidth, int kBlocks>
+    TRIVIUM_INLINE void dot(Tiles& tiles, Buffers& b, int64_t row, int64_t base, int64_t count) const {
+      constexpr int64_t kUnitDots = sizeof b.dots[0] / sizeof(float), kTileDots = kBlock * kTile;
+      const int64_t stride = x.stride;
+      const uint8_t* input = x.wide(row) + base * (kInputs * 2);
+      const uint8_t* codes = b.codes[0][0];
+      float* dots = b.dots[0][0][0][0];
+      const auto store = [&]<int kSum>(float* to) {
+        tiles.template store<kSum>(to, kLine);
+        if constexpr (kWidth == 2) tiles.template store<kSum + 1>(to + kTileDots, kLine);
       };
-      if (first < end) one.template operator()<0, 4>(first);
-      if (first + 1 < end) one.template operator()<2, 5>(first + 1);
+      // Stages 0 and 1 have their own tiles and take turns: two blocks, or units of one.
+      const auto stage = [&]<int kStage>(const uint8_t* from, float* last) {
+        constexpr int kSum = 2 * kStage, kLast = 2 - kSum, kInput = 4 + kStage;
+        constexpr bool kFresh = kBlocks == 1 || kStage == 0;
+        tiles.template load<kInput>(from, stride);
+        if constexpr (kFresh) tiles.template load<6>(codes, kLine);
+        tiles.template zero<kSum>();
+        tiles.template dot_bfloat16<kSum, kInput, 6>();
+        if (last != nullptr) tiles.template store<kLast>(last, kLine);
+        if constexpr (kWidth == 2) {
+          if constexpr (kFresh) tiles.template load<7>(codes + amx::kTileBytes, kLine);
+          tiles.template zero<kSum + 1>();
+          tiles.template dot_bfloat16<kSum + 1, kInput, 7>();
+          if (last != nullptr) tiles.template store<kLast + 1>(last + kTileDots, kLine);
+        }
+      };
+      const auto next = [&] {
+        input += kInputs * 2;
+        codes += sizeof b.codes[0];
+        dots += kUnitDots;
+      };
+      constexpr int64_t kOther = kPair * kTileDots;  // dots of the other block
+      if constexpr (kBlocks == 2) {
+        const int64_t other = kBlock * stride;
+        stage.template operator()<0>(input, nullptr);
+        stage.template operator()<1>(input + other, dots);
+        while (--count > 0) {
+          next();
+          stage.template operator()<0>(input, dots - kUnitDots + kOther);
+          stage.template operator()<1>(input + other, dots);
+        }
+        store.template operator()<2>(dots + kOther);
+      } else {
+        stage.template operator()<0>(input, nullptr);
+        for (; count > 2; count -= 2) {
+          next();
+          stage.template operator()<1>(input, dots - kUnitDots);
+          next();
+          stage.template operator()<0>(input, dots - kUnitDots);
+        }
+        if (count == 2) {
+          next();
+          stage.template operator()<1>(input, dots - kUnitDots);
+          store.template operator()<2>(dots);
+        } else {
+          store.template operator()<0>(dots);
+        }
+      }
     }
 
-    // Adds `count` units' dots of R rows into their sums. row: of the matrix of inputs; local: in the block; kept: in the panel.
-    template <int kWidth, int R>
-    TRIVIUM_INLINE void convert(Buffers& b, const uint8_t* const (&tile)[kPair], int64_t half, int64_t row, int64_t local,
-                                int64_t kept, int64_t base, int64_t count) const {
-      F32 sum[kWidth][R];
-#pragma GCC unroll 2
-      for (int t = 0; t < kWidth; ++t) {
-#pragma GCC unroll 8
-        for (int i = 0; i < R; ++i) sum[t][i] = base == 0 ? S::zero_float() : S::load(b.sums[t][kept + i]);
+    // Factors of one group of R rows; see Groups in kernel.h.
+    template <int R>
+    struct Factors {
+      static constexpr int kPointers = (R + 2) / 3;
+      const uint8_t* pointer[kPointers];
+      int64_t stride;
+
+      TRIVIUM_INLINE Factors(const uint8_t* first, int64_t row_stride) : stride(row_stride) {
+        for (int i = 0; i < kPointers; ++i) pointer[i] = first + 3 * i * stride;
       }
-      for (int64_t u = 0; u < count; ++u) {
-        const int64_t index = (base + u) / kParts;
-        typename Plain::ScaleTable scales[kWidth];
-#pragma GCC unroll 2
-        for (int t = 0; t < kWidth; ++t) {
-          const Place at = place(tile[t], base + u);
-          scales[t].fill(Plain::template group_scale<kLayout>(at.header, at.group, static_cast<int>((base + u) % kParts)));
+      TRIVIUM_INLINE const TileFactor& operator[](int row) const {
+        return *reinterpret_cast<const TileFactor*>(pointer[row / 3] + row % 3 * stride);
+      }
+      TRIVIUM_INLINE void next() {
+#pragma GCC unroll 4
+        for (auto& p : pointer) {
+          p += sizeof(TileFactor);
+          asm("" : "+r"(p));
         }
+        asm("" : "+r"(stride));
+      }
+    };
+
+    // Adds `count` units' dots of R rows into their sums, which go to the result after the last unit. row: of the matrix of inputs;
+    // local: in the step; kept: in the panel; factor: of the first row and unit.
+    template <int kWidth, int R>
+    TRIVIUM_INLINE void convert(Buffers& b, int64_t row, int64_t local, int64_t kept, const uint8_t* factor, int64_t base, int64_t count,
+                                int64_t out, int64_t end, const Output& output) const {
+      F32 sum[R][kWidth];
+#pragma GCC unroll 8
+      for (int i = 0; i < R; ++i) {
+#pragma GCC unroll 2
+        for (int t = 0; t < kWidth; ++t) sum[i][t] = base == 0 ? S::zero_float() : S::load(b.sums[kept + i][t]);
+      }
+      Factors<R> factors(factor, x.stride);
+      const float* dots = b.dots[0][local / kBlock][0][local % kBlock];
+      const float* scales = b.scales[0][0][0];
+      const float* minimums = b.minimums[0][0];
+      for (int64_t u = 0; u < count; ++u) {
+        asm("" : "+r"(dots), "+r"(scales));  // one register each, and offsets from it
 #pragma GCC unroll 8
         for (int i = 0; i < R; ++i) {
-          const QuantisedGroup& group = x.group(row + i)[index];
+          const float* scale = scales + factors[i].entry;
 #pragma GCC unroll 2
           for (int t = 0; t < kWidth; ++t) {
-            const F32 value = S::to_float(S::shift_left(S::load_whole(b.dots[half][u][t][local + i]), &group.shift));
-            sum[t][i] = S::mul_add(value, S::load(scales[t].value[group.quarters]), sum[t][i]);
+            sum[i][t] = S::mul_add(S::load(dots + (t * kBlock + i) * kTile), S::load(scale + t * kTile), sum[i][t]);
           }
         }
         if constexpr (!kSigned) {
+          asm("" : "+r"(minimums));
           F32 minimum[kWidth];
 #pragma GCC unroll 2
-          for (int t = 0; t < kWidth; ++t) {
-            const Place at = place(tile[t], base + u);
-            minimum[t] = Plain::template group_min<kLayout>(at.header, at.group);
-          }
+          for (int t = 0; t < kWidth; ++t) minimum[t] = S::load(minimums + t * kTile);
 #pragma GCC unroll 8
           for (int i = 0; i < R; ++i) {
-            const F32 row_sum = S::splat(&x.group(row + i)[index].scaled_sum);
 #pragma GCC unroll 2
-            for (int t = 0; t < kWidth; ++t) sum[t][i] = S::mul_add(minimum[t], row_sum, sum[t][i]);
+            for (int t = 0; t < kWidth; ++t) sum[i][t] = S::mul_add(minimum[t], S::splat(&factors[i].scaled_sum), sum[i][t]);
+          }
+          minimums += kPair * kTile;
+        }
+        dots += sizeof b.dots[0] / sizeof(float);
+        scales += sizeof b.scales[0] / sizeof(float);
+        if (kParts == 1 || u % kParts == kParts - 1) factors.next();
+      }
+      if (base + count < units) {
+#pragma GCC unroll 8
+        for (int i = 0; i < R; ++i) {
+#pragma GCC unroll 2
+          for (int t = 0; t < kWidth; ++t) S::store(sum[i][t], b.sums[kept + i][t]);
+        }
+      } else {
+#pragma GCC unroll 8
+        for (int i = 0; i < R; ++i) {
+          const F32 scale = S::splat(&b.row_scales[kept + i]);
+#pragma GCC unroll 2
+          for (int t = 0; t < kWidth; ++t) {
+            Plain::finish(S::mul(sum[i][t], scale), output, row + i, out + t * kTile, end - out - t * kTile);
           }
         }
       }
-#pragma GCC unroll 2
-      for (int t = 0; t < kWidth; ++t) {
-#pragma GCC unroll 8
-        for (int i = 0; i < R; ++i) S::store(sum[t][i], b.sums[t][kept + i]);
+    }
+
+    // One step: kBlocks blocks of `block` rows.
+    template <int kWidth, int kBlocks>
+    TRIVIUM_INLINE void step(Tiles& tiles, Buffers& b, int64_t first, int64_t kept, int64_t block, int64_t base, int64_t count,
+                             int64_t out, int64_t end, const Output& output) const {
+      const int64_t rows = block * kBlocks;
+      if (base + count == units) {  // soon written
+        float* y = output.y + (first + kept) * output.ldy + out;
+        for (int64_t i = 0; i < rows; ++i, y += output.ldy) {
+          for (int t = 0; t < kWidth; ++t) __builtin_prefetch(y + t * kTile, 1);
+        }
       }
+      dot<kWidth, kBlocks>(tiles, b, first + kept, base, count);
+      const uint8_t* factor = reinterpret_cast<const uint8_t*>(x.factors(first + kept) + base / kParts);
+      Plain::template for_rows<kConvert>({0, rows}, [&]<int R>(int64_t local) __attribute__((always_inline)) {
+        convert<kWidth, R>(b, first + kept + local, local, kept + local, factor, base, count, out, end, output);
+        factor += R * x.stride;
+      });
     }
 
     // kWidth tiles of outputs from `out` for rows that are whole blocks of `block` rows, the tiles' configuration.
     template <int kWidth>
-    void multiply(Tiles& tiles, Buffers& b, Range rows, int64_t block, int64_t out, int64_t end, const Output& output) const {
-      const uint8_t* first = matrix.data + out / kTile * matrix.tile_bytes;
-      const uint8_t* const tile[kPair] = {first, first + (kWidth - 1) * matrix.tile_bytes};
-      const int64_t blocks = (rows.end - rows.begin) / block, steps = (units + kUnits - 1) / kUnits * blocks;
-      const auto begin = [&](int64_t step) { return step / blocks * kUnits; };
-      const auto count = [&](int64_t step) { return std::min(kUnits, units - begin(step)); };
-      // Half 0 starts the step: its codes, if the panel is new, and its first two dots; half 1 ends it.
-      const auto issue = [&](int64_t step, int64_t part) {
-        if (step >= steps) return;
-        const int64_t panel = step / blocks % 2, base = begin(step), n = count(step);
-        if (part == 0 && step % blocks == 0) {
-          for (int64_t u = 0; u < n; ++u) {
-            for (int t = 0; t < kWidth; ++t) unpack(tile[t], base + u, b.codes[panel][u][t]);
-          }
+    [[gnu::noinline]] void multiply(Tiles& tiles, Buffers& b, Range rows, int64_t block, int64_t out, int64_t end,
+                                    const Output& output) const {
+      const uint8_t* tile = matrix.data + out / kTile * matrix.tile_bytes;
+      const int64_t count = rows.end - rows.begin;
+      for (int64_t base = 0; base < units; base += kUnits) {
+        const int64_t some = std::min(kUnits, units - base);
+        for (int64_t u = 0; u < some; ++u) {
+          for (int t = 0; t < kWidth; ++t) unpack(tile + t * matrix.tile_bytes, base + u, b, u, t);
         }
-        dot<kWidth>(tiles, b, step % 2, panel, rows.begin + step % blocks * block, base, 2 * part, std::min(2 * part + 2, n));
-      };
-      issue(0, 0);
-      issue(0, 1);
-      for (int64_t step = 0; step < steps; ++step) {
-        const int64_t kept = step % blocks * block;
-        const auto add = [&]<int R>(int64_t local) {
-          convert<kWidth, R>(b, tile, step % 2, rows.begin + kept + local, local, kept + local, begin(step), count(step));
-        };
-        issue(step + 1, 0);
-        Plain::template for_rows<8>({0, std::min<int64_t>(block, 8)}, add);
-        issue(step + 1, 1);
-        Plain::template for_rows<8>({8, block}, add);
-      }
-      for (int t = 0; t < kWidth; ++t) {
-        for (int64_t row = rows.begin; row < rows.end; ++row) {
-          const int64_t at = out + t * kTile;
-          Plain::finish(S::mul(S::load(b.sums[t][row - rows.begin]), S::splat(x.scale(row))), output, row, at, end - at);
+        int64_t kept = 0;
+        for (; count - kept >= 2 * kBlock; kept += 2 * kBlock) {
+          step<kWidth, 2>(tiles, b, rows.begin, kept, block, base, some, out, end, output);
         }
+        if (kept < count) step<kWidth, 1>(tiles, b, rows.begin, kept, block, base, some, out, end, output);
       }
     }
 
     void multiply_blocks(Buffers& b, Range rows, int64_t block, Range outs, const Output& output) const {
       Tiles tiles(config(block));
-      const int64_t most = kPanelRows / block * block;
-      for (; rows.begin < rows.end; rows.begin += most) {
-        const Range some = {rows.begin, std::min(rows.begin + most, rows.end)};
+      for (; rows.begin < rows.end; rows.begin += kPanelRows) {
+        const Range some = {rows.begin, std::min(rows.begin + kPanelRows, rows.end)};
+        for (int64_t row = some.begin; row < some.end; ++row) b.row_scales[row - some.begin] = *x.scale(row);
         int64_t out = outs.begin;
         for (; outs.end - out > kTile; out += 2 * kTile) multiply<2>(tiles, b, some, block, out, outs.end, output);
         if (out < outs.end) multiply<1>(tiles, b, some, block, out, outs.end, output);
       }
     }
   };
+
+  // As LinearKernels::quantise_row, with what the tiles read.
+  static void quantise_row(const float* x, const QuantisedRows& rows, int64_t row) {
+    Plain::quantise_row(x, rows, row);
+    const QuantisedGroup* group = rows.group(row);
+    uint8_t* wide = rows.wide(row);
+    TileFactor* factors = rows.factors(row);
+    for (int64_t g = 0; g < rows.groups(); ++g) {
+      S::widen_group(group[g].q, static_cast<float>(1 << group[g].shift), wide + g * kAlign);
+      factors[g] = {group[g].scaled_sum, static_cast<uint32_t>(group[g].quarters * (kPair * kTile))};
+    }
+  }
 
   template <Layout kLayout>
   static void multiply_codes(const MatrixView& matrix, const Input& input, Range rows, Range outs, const Output& output) {

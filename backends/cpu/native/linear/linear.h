@@ -142,21 +142,34 @@ struct alignas(64) QuantisedGroup {
   float scaled_sum;        // 2^shift * (1 + quarters / 4) * sum(q)
 };
 
-// A view on caller's memory: rows * row_bytes(in) bytes, aligned to kAlign. A row is its groups, an even number of them, and a line that
-// starts with its scale: an odd number of cache lines, so that rows spread over the cache's sets.
+// What matrix tiles need of a group beside its codes.
+struct TileFactor {
+  float scaled_sum;  // of the group
+  uint32_t entry;    // where the group's quarters lie in a kernel's table
+};
+
+// A view on caller's memory: rows * row_bytes(in) bytes, aligned to kAlign. A row is its groups, an even number of them, a line that
+// starts with its scale, and what only kernels on matrix tiles write and read: each group's kGroup codes times 2^shift in bfloat16, of
+// every 8 inputs the even ones first, and the groups' factors. An odd number of cache lines, so that rows spread over the cache's sets.
 struct QuantisedRows {
   uint8_t* data = nullptr;
   int64_t in = 0;
   int64_t stride = 0;
 
   static constexpr int64_t groups_of(int64_t in) { return (in + 2 * kGroup - 1) / (2 * kGroup) * 2; }
-  static constexpr int64_t row_bytes(int64_t in) { return (groups_of(in) + 1) * static_cast<int64_t>(sizeof(QuantisedGroup)); }
+  static constexpr int64_t row_bytes(int64_t in) {
+    constexpr int64_t kLineFactors = kAlign / static_cast<int64_t>(sizeof(TileFactor));
+    const int64_t groups = groups_of(in);
+    return ((2 * groups + 1 + (groups + kLineFactors - 1) / kLineFactors) | 1) * kAlign;
+  }
   QuantisedRows() = default;
   QuantisedRows(void* memory, int64_t in_) : data(static_cast<uint8_t*>(memory)), in(in_), stride(row_bytes(in_)) {}
 
   int64_t groups() const { return groups_of(in); }
   QuantisedGroup* group(int64_t row) const { return reinterpret_cast<QuantisedGroup*>(data + row * stride); }
   float* scale(int64_t row) const { return reinterpret_cast<float*>(group(row) + groups()); }
+  uint8_t* wide(int64_t row) const { return reinterpret_cast<uint8_t*>(group(row) + groups() + 1); }
+  TileFactor* factors(int64_t row) const { return reinterpret_cast<TileFactor*>(wide(row) + groups() * kAlign); }
 };
 
 // What multiply reads: `quantised` for layouts that need it, else `x` (row r at x + r * ldx). Matrices of both kinds may share
