@@ -49,11 +49,12 @@ def test_keys_share_no_prefixes(folder):
         assert cached("a") == 0 and cached("a") > 0 and cached("b") == 0 and cached("b") > 0
 
 
-def test_a_full_queue_says_when_to_come_back(tmp_path):
+@pytest.mark.parametrize("limit", [{"max_waiting_requests": 1}, {"max_waiting_tokens": 8}], ids=str)
+def test_a_full_queue_says_when_to_come_back(tmp_path, limit):
     import httpx
 
     long = make_chat_model(tmp_path / "long", max_position_embeddings=20_000)
-    with running(long, loading={"max_num_seqs": 1, "max_waiting_requests": 1}) as server:
+    with running(long, loading={"max_num_seqs": 1, **limit}) as server:
         body = {**CHAT, "max_completion_tokens": 15_000, "stream": True}
         with (
             httpx.Client(base_url=server.url, headers=AUTH, timeout=60) as client,
