@@ -8,54 +8,19 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from trivium.errors import CheckpointError
 from trivium.models import RawConfig
 from trivium.ops import Weight
+from trivium_formats.lazy import Lazy
 
 Make = Callable[[], Weight]
 Array = npt.NDArray[Any]
 PLAIN = ("float32", "float16", "bfloat16")
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.+)")
-
-
-class Lazy(Weight):
-    """A weight whose data is made each time it is asked for; only if nobody knows its origin is it kept, since backends then tell
-    weights apart by where they lie."""
-
-    def __init__(
-        self, name: str, shape: tuple[int, ...], format: str, make: Callable[[], Array],
-        decoder: Callable[[Array], npt.NDArray[np.float32]], origin: str, nbytes: int,
-    ) -> None:  # fmt: skip
-        fields = {"name": name, "shape": shape, "format": format, "decoder": decoder, "origin": origin}
-        for field, value in {**fields, "_make": make, "_nbytes": nbytes}.items():
-            object.__setattr__(self, field, value)
-
-    _make: Callable[[], Array]
-    _nbytes: int
-
-    _kept: Array | None = None
-
-    @property
-    def data(self) -> Array:
-        if self.origin:
-            return self._make()
-        if self._kept is None:
-            object.__setattr__(self, "_kept", self._make())
-        return cast(Array, self._kept)
-
-    @property
-    def nbytes(self) -> int:
-        return self._nbytes
-
-    def slice_rows(self, start: int, stop: int) -> Weight:
-        origin = self.origin and f"{self.origin}[{start}:{stop}]"
-        nbytes = self._nbytes * (stop - start) // self.shape[0]
-        shape = (stop - start, *self.shape[1:])
-        return Lazy(self.name, shape, self.format, lambda: self.data[start:stop], self.decoder, origin, nbytes)
 
 
 class Stacked(Lazy):

@@ -83,15 +83,22 @@ def tiny_gguf(path: Path, **more: Any) -> Path:
     return write_gguf(path, "llama", llama_metadata(**more) | TOKENIZER, llama_tensors())
 
 
-_DTYPES = {"float32": "F32", "float16": "F16", "float64": "F64", "int64": "I64", "int32": "I32", "uint8": "U8", "bool": "BOOL"}
+_DTYPES = {
+    "float32": "F32", "float16": "F16", "float64": "F64", "int64": "I64", "int32": "I32", "int8": "I8", "uint8": "U8",
+    "bool": "BOOL",
+}  # fmt: skip
 
 
-def safetensors_bytes(tensors: Mapping[str, np.ndarray], *, header: Any = None, metadata: dict[str, str] | None = None) -> bytes:
-    """The file with these arrays; `header` replaces the true header (an object, or its text as bytes)."""
+def safetensors_bytes(
+    tensors: Mapping[str, np.ndarray], *, header: Any = None, metadata: dict[str, str] | None = None, dtypes: Mapping[str, str] = {}
+) -> bytes:
+    """The file with these arrays; `header` replaces the true header (an object, or its text as bytes); `dtypes`: of tensors whose
+    arrays are bit patterns."""
     entries: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
     at = 0
     for name, array in tensors.items():
-        entries[name] = {"dtype": _DTYPES[str(array.dtype)], "shape": list(array.shape), "data_offsets": [at, at + array.nbytes]}
+        dtype = dtypes.get(name) or _DTYPES[str(array.dtype)]
+        entries[name] = {"dtype": dtype, "shape": list(array.shape), "data_offsets": [at, at + array.nbytes]}
         at += array.nbytes
     header = entries if header is None else header
     text = header if isinstance(header, bytes) else json.dumps(header).encode()

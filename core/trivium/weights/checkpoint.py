@@ -6,7 +6,8 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from copy import copy
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -139,11 +140,11 @@ def _quantised(folder: Path, quantised: Any, tensors: Tensors) -> dict[str, Call
     blamed = blame(what)
 
     def make(name: str, weight: Callable[[], Weight]) -> Weight:
-        found: Weight = expect(Weight, blamed(weight)(), f"{what}: {name}")
-        return replace(found, name=name, decoder=blamed(found.decoder))
+        found: Weight = copy(expect(Weight, blamed(weight)(), f"{what}: {name}"))
+        vars(found).update(name=name, decoder=blamed(found.decoder))  # not replace(): that would ask for the data
+        return found
 
-    with blame(what):
-        return {name: partial(make, name, weight) for name, weight in read(quantised, tensors).items()}
+    return {name: partial(make, name, weight) for name, weight in blamed(lambda: dict(read(quantised, tensors)))().items()}
 
 
 def canonical_name(name: str) -> str:

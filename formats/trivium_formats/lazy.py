@@ -1,0 +1,92 @@
+"""Weights whose data is made when a backend asks for it, and not kept: between opening and loading, a model takes no memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+from trivium.ops import Weight
+
+Array = npt.NDArray[Any]
+Floats = npt.NDArray[np.float32]
+_STEP = 1 << 20
+"""Numbers that are decoded at a time: what a decoder needs beside its result stays small."""
+
+
+class Lazy(Weight):
+    """A weight whose data is made each time it is asked for; only if nobody knows its origin is it kept, since backends then tell
+    weights apart by where they lie."""
+
+    def __init__(
+        self, name: str, shape: tuple[int, ...], format: str, make: Callable[[], Array],
+        decoder: Callable[[Array], npt.NDArray[np.float32]], origin: str, nbytes: int,
+    ) -> None:  # fmt: skip
+        fields = {"name": name, "shape": shape, "format": format, "decoder": decoder, "origin": origin}
+        for field, value in {**fields, "_make": make, "_nbytes": nbytes}.items():
+            object.__setattr__(self, field, value)
+
+    _make: Callable[[], Array]
+    _nbytes: int
+
+    _kept: Array | None = None
+
+    @property
+    def data(self) -> Array:
+        if self.origin:
+            return self._make()
+        if self._kept is None:
+            object.__setattr__(self, "_kept", self._make())
+        return cast(Array, self._kept)
+
+    @property
+    def nbytes(self) -> int:
+        return self._nbytes
+
+    def slice_rows(self, start: int, stop: int) -> Weight:
+        origin = self.origin and f"{self.origin}[{start}:{stop}]"
+        nbytes = self._nbytes * (stop - start) // self.shape[0]
+        shape = (stop - start, *self.shape[1:])
+        return Lazy(self.name, shape, self.format, lambda: self.data[start:stop], self.decoder, origin, nbytes)
+
+
+class Decoded(Lazy):
+    """A matrix that is stored as several tensors. `rows(start, stop)`: float32[stop - start, columns], which is what its `data` is;
+    `stored`: the tensors, for origin and bytes; `how`: what beside them the numbers depend on."""
+
+    def __init__(
+        self, shape: tuple[int, int], format: str, rows: Callable[[int, int], Array], stored: tuple[Weight, ...], how: str
+    ) -> None:
+        origins = [w.origin for w in stored]
+        origin = f"{how} of {' and '.join(origins)}" if all(origins) else ""
+        super().__init__("", shape, format, self._all, _same, origin, sum(w.nbytes for w in stored))
+        vars(self).update(_rows=rows)
+
+    _rows: Callable[[int, int], Array]
+
+    def _all(self) -> Floats:
+        return _in_steps(self._rows, self.shape)
+
+    def slice_rows(self, start: int, stop: int) -> Weight:
+        origin = self.origin and f"{self.origin}[{start}:{stop}]"
+        shape, nbytes = (stop - start, *self.shape[1:]), self.nbytes * (stop - start) // self.shape[0]
+
+        def make() -> Floats:
+            return _in_steps(lambda first, last: self._rows(start + first, start + last), shape)
+
+        return Lazy(self.name, shape, self.format, make, self.decoder, origin, nbytes)
+
+
+def _in_steps(rows: Callable[[int, int], Array], shape: tuple[int, ...]) -> Floats:
+    step = max(_STEP // max(math.prod(shape[1:]), 1), 1)
+    data = np.empty(shape, np.float32)
+    for start in range(0, shape[0], step):
+        stop = min(start + step, shape[0])
+        data[start:stop] = rows(start, stop)
+    return data
+
+
+def _same(data: Array) -> Floats:
+    return data
