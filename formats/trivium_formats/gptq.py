@@ -17,10 +17,8 @@ import numpy as np
 from trivium.errors import CheckpointError
 from trivium.ops import Weight
 
-from trivium_formats.lazy import Decoded, Floats
+from trivium_formats.lazy import FLOATS, Decoded, Floats
 from trivium_formats.modules import Config, Hook, Module, Tensors, choice, join, unpack, unpack_columns
-
-_FLOATS = ("float16", "bfloat16", "float32")
 
 
 def read(config: Config, tensors: Tensors) -> Tensors:
@@ -45,7 +43,7 @@ def _weight(module: Module, *, bits: int, group: int, less: int) -> Weight:
     per = 32 // bits if bits in (2, 4, 8) else 0
     if not per or out % per or (order is not None and order.shape != (rows * per,)):
         raise CheckpointError(f"{module.stem}: qweight{list(codes.shape)} and g_idx don't fit together at {bits} bits")
-    scales = module.matrix("scales", _FLOATS)
+    scales = module.matrix("scales", FLOATS)
     groups = scales.shape[0]
     scales, zeros = module.need("scales", (groups, out)), module.need("qzeros", (groups, out // per), ("int32",))
     stored = (codes, zeros, scales, *([] if order is None else [order]))

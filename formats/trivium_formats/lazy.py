@@ -12,6 +12,7 @@ from trivium.ops import Weight
 
 Array = npt.NDArray[Any]
 Floats = npt.NDArray[np.float32]
+FLOATS = ("float16", "bfloat16", "float32")
 _STEP = 1 << 20
 """Numbers that are decoded at a time: what a decoder needs beside its result stays small."""
 
