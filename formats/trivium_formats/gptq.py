@@ -18,7 +18,7 @@ from trivium.errors import CheckpointError
 from trivium.ops import Weight
 
 from trivium_formats.lazy import FLOATS, Decoded, Floats
-from trivium_formats.modules import Config, Hook, Module, Tensors, choice, join, unpack, unpack_columns
+from trivium_formats.modules import Config, Hook, Module, Tensors, check_groups, choice, join, unpack, unpack_columns
 
 
 def read(config: Config, tensors: Tensors) -> Tensors:
@@ -50,8 +50,7 @@ def _weight(module: Module, *, bits: int, group: int, less: int) -> Weight:
 
     def decode(start: int, stop: int) -> Floats:
         of = np.arange(rows * per) // (rows * per if group == -1 else group) if order is None else order.data
-        if of.min() < 0 or of.max() >= groups:
-            raise CheckpointError(f"{module.stem}: inputs are of groups {of.min()} to {of.max()}, but there are {groups}")
+        of = check_groups(module.stem, of, groups)
         weights = unpack(codes.data[:, start:stop].T, bits).astype(np.float32)
         points = (unpack_columns(zeros.data, bits, start, stop) + np.uint8(less)) & np.uint8((1 << bits) - 1)
         weights -= points.T.astype(np.float32)[:, of]

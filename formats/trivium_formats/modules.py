@@ -93,6 +93,13 @@ def choice(config: Config, key: str, known: Sequence[Any], default: Any = None) 
     return value
 
 
+def check_groups(stem: str, of: Array, groups: int) -> Array:
+    """`of`, the group of each input; CheckpointError if one is not among the `groups` that there are."""
+    if of.min() < 0 or of.max() >= groups:
+        raise CheckpointError(f"{stem}: inputs are of groups {of.min()} to {of.max()}, but there are {groups}")
+    return of
+
+
 def unpack(words: Array, bits: int) -> Array:
     """int32[..., n] -> uint8[..., n * 32 / bits]: each word's fields, the lowest bits first. `bits`: 2, 4 or 8."""
     fields = np.ascontiguousarray(words).view(np.uint32)[..., None] >> np.arange(0, 32, bits, dtype=np.uint32)

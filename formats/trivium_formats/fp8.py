@@ -1,0 +1,46 @@
+"""FP8 as DeepSeek and transformers write it: float8_e4m3 with a scale for each block, or one for a whole tensor.
+
+STEM.weight float8_e4m3[out, in]. STEM.weight_scale_inv float32 or float8_e8m0[ceil(out / rows), ceil(in / columns)] where
+`weight_block_size` is [rows, columns], else a single number; older files have that as STEM.weight_scale. A number is its
+float8 times the scale, in float32. What activations were scaled by (STEM.input_scale, STEM.activation_scale) is not used:
+they are not rounded.
+
+Source: DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", 3.3, and the files of deepseek-ai/DeepSeek-V3.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from trivium.ops import Weight
+
+from trivium_formats.grids import block_of, find_grid
+from trivium_formats.lazy import FLOATS, Decoded, Floats
+from trivium_formats.modules import Config, Hook, Module, Tensors, choice, join, numbers
+
+_SCALES = (*FLOATS, "float8_e8m0")
+
+
+def read(config: Config, tensors: Tensors) -> Tensors:
+    """Raises UnsupportedError for experts in 4 bits, CheckpointError for tensors that don't fit together."""
+    choice(config, "expert_dtype", ("fp8",), "fp8")
+    size = config.get("weight_block_size")
+    block = None if size is None else block_of(size, "weight_block_size")
+    for scale in ("weight_scale_inv", "weight_scale"):
+        tensors = join(tensors, scale, ("weight",), partial(_weight, scale=scale, block=block))
+    return tensors
+
+
+def _weight(module: Module, *, scale: str, block: tuple[int, int] | None) -> Weight:
+    codes = module.matrix("weight", ("float8_e4m3",))
+    out, size = codes.shape
+    rows, columns = block or codes.shape
+    grid = find_grid(module, scale, (out, size), (rows, columns), _SCALES)
+
+    def decode(start: int, stop: int) -> Floats:
+        return numbers(codes, start, stop) * grid.rows(start, stop)
+
+    return Decoded((out, size), "fp8", decode, (codes, grid.weight), f"fp8 {rows} {columns}")
+
+
+fp8 = Hook(read)

@@ -1,0 +1,190 @@
+"""compressed-tensors: weights that the format's own package compressed, against what it makes of them again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from quantised_files import answers, check_numbers, quantised_pair, rewrite
+from trivium.errors import CheckpointError, UnsupportedError
+from trivium.weights import open_checkpoint
+
+pytestmark = pytest.mark.oracles
+
+STEM = "model.layers.0.self_attn.q_proj"
+KINDS = {"torch.int8": "I8", "torch.float8_e4m3fn": "F8_E4M3", "torch.int32": "I32", "torch.int64": "I64", "torch.float32": "F32",
+         "torch.bfloat16": "BF16"}  # fmt: skip
+
+
+def config_of(format: str, weights: dict[str, Any], *, targets: list[str] | None = None, **more: Any) -> dict[str, Any]:
+    activations = {"num_bits": 8, "type": weights.get("type", "int"), "strategy": "token", "dynamic": True, "symmetric": True}
+    group = {"targets": targets or ["Linear"], "weights": weights, "output_activations": None,
+             "input_activations": activations if format in ("int-quantized", "float-quantized") else None}  # fmt: skip
+    return {"quant_method": "compressed-tensors", "format": format, "config_groups": {"group_0": group}, "ignore": ["lm_head"],
+            "kv_cache_scheme": None, "quantization_status": "compressed", **more}  # fmt: skip
+
+
+def storing(format: str, weights: dict[str, Any]) -> Any:
+    """By the package, with random scales and zero points."""
+    import torch
+    from compressed_tensors.compressors.base import BaseCompressor
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+
+    args = QuantizationArgs(**weights)
+    scheme = QuantizationScheme(targets=["Linear"], weights=args)
+    compressor = BaseCompressor.get_value_from_registry(format)
+
+    def store(stem: str, array: np.ndarray, rng: np.random.Generator) -> tuple[dict[str, Any], np.ndarray]:
+        out, size = array.shape
+        rows, columns = args.block_structure or (1, args.group_size)
+        shape = {"tensor": (1,), "channel": (out, 1), "group": (out, size // (columns or 1)),
+                 "block": (-(-out // rows), -(-size // (columns or 1)))}[args.strategy]  # fmt: skip
+        top = 448.0 if args.type == "float" else 2.0 ** (args.num_bits - 1)
+        module = {"weight": torch.from_numpy(array),
+                  "weight_scale": torch.from_numpy((rng.random(shape, np.float32) + 0.5) * np.float32(0.4 / top))}  # fmt: skip
+        if not args.symmetric:
+            low, high = -(1 << (args.num_bits - 1)), 1 << (args.num_bits - 1)
+            module["weight_zero_point"] = torch.from_numpy(rng.integers(low, high, shape, np.int8))
+        stored = compressor.compress(module, scheme)
+        meant = compressor.decompress(stored, scheme)["weight"].float().numpy()
+        arrays = {}
+        for part, tensor in stored.items():
+            bits = tensor.contiguous()
+            if tensor.dtype == torch.float8_e4m3fn:
+                bits = bits.view(torch.uint8)
+            arrays[part] = (bits.numpy(), KINDS[str(tensor.dtype)])
+        return arrays, meant
+
+    return store
+
+
+W4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
+FP8 = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "W4A16": ("pack-quantized", W4),
+    "W4A16 asymmetric": ("pack-quantized", {**W4, "symmetric": False, "group_size": 16}),
+    "W4A16 channels": ("pack-quantized", {**W4, "strategy": "channel", "group_size": None}),
+    "W4A16 channels, asymmetric": ("pack-quantized", {**W4, "strategy": "channel", "group_size": None, "symmetric": False}),
+    "W8A16": ("pack-quantized", {**W4, "num_bits": 8}),
+    "W8A16 asymmetric": ("pack-quantized", {**W4, "num_bits": 8, "symmetric": False}),
+    "W2A16": ("pack-quantized", {**W4, "num_bits": 2, "symmetric": False}),
+    "W8A8": ("int-quantized", {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}),
+    "W8A8 asymmetric": ("int-quantized", {"num_bits": 8, "type": "int", "symmetric": False, "strategy": "channel"}),
+    "W8A8 tensor": ("int-quantized", {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "tensor"}),
+    "FP8 channels": ("float-quantized", FP8),
+    "FP8 tensor": ("float-quantized", {**FP8, "strategy": "tensor"}),
+    "FP8 blocks": ("float-quantized", {**FP8, "strategy": "block", "block_structure": [32, 16]}),
+    "FP8 blocks with a rest": ("naive-quantized", {**FP8, "strategy": "block", "block_structure": [128, 40]}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_number_is_the_package_s(tmp_path: Path, name: str) -> None:
+    format, weights = CASES[name]
+    folder, _, meant = quantised_pair(tmp_path, config_of(format, weights), storing(format, weights))
+    checkpoint = check_numbers(folder, meant, "compressed-tensors")
+    assert all(tensor.endswith(".weight") for tensor in checkpoint.tensors)
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("name", ["W4A16 asymmetric", "W8A8", "FP8 blocks"])
+def test_the_model_answers_as_its_numbers_in_float32_do(tmp_path: Path, name: str, backend: str) -> None:
+    format, weights = CASES[name]
+    folder, plain, _ = quantised_pair(tmp_path, config_of(format, weights), storing(format, weights))
+    assert answers(folder, backend) == answers(plain, backend)
+
+
+def test_groups_in_the_order_of_activations(tmp_path: Path) -> None:
+    """weight_g_idx, which later versions of the package no longer write."""
+    inner, orders = storing("pack-quantized", W4), {}
+
+    def store(stem: str, array: np.ndarray, rng: np.random.Generator) -> tuple[dict[str, Any], np.ndarray]:
+        parts, meant = inner(stem, array, rng)
+        order = orders[stem] = rng.permutation(np.arange(array.shape[1]) // 32).astype(np.int32)
+        scale = parts["weight_scale"][0]
+        codes = meant / np.repeat(scale, 32, axis=1)
+        return {**parts, "weight_g_idx": order}, np.rint(codes).astype(np.float32) * scale[:, order]
+
+    folder, _, meant = quantised_pair(tmp_path, config_of("pack-quantized", {**W4, "actorder": "group"}), store)
+    check_numbers(folder, meant, "compressed-tensors")
+    assert len(orders) == 14
+
+
+def test_a_module_goes_by_its_name_then_by_a_pattern_then_by_its_class(tmp_path: Path) -> None:
+    ways = {"Linear": W4, "re:.*self_attn.*": {**W4, "num_bits": 8}, STEM: {**W4, "group_size": 16}}
+    stores = {target: storing("pack-quantized", weights) for target, weights in ways.items()}
+
+    def store(stem: str, array: np.ndarray, rng: np.random.Generator) -> tuple[dict[str, Any], np.ndarray]:
+        target = STEM if stem == STEM else "re:.*self_attn.*" if "self_attn" in stem else "Linear"
+        return stores[target](stem, array, rng)
+
+    config = config_of("mixed-precision", W4)
+    config["config_groups"] = {
+        f"group_{i}": {"targets": [target], "weights": weights, "format": "pack-quantized"}
+        for i, (target, weights) in enumerate(ways.items())
+    }
+    folder, _, meant = quantised_pair(tmp_path, config, store)
+    check_numbers(folder, meant, "compressed-tensors")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"format": "nvfp4-pack-quantized"}, "format 'nvfp4-pack-quantized' can't be read; with pack-quantized"),
+        ({"format": "marlin-24"}, "format 'marlin-24'"),
+        ({"sparsity_config": {"format": "sparse-24-bitmask"}}, "format 'sparse-24-bitmask'"),
+        ({"transform_config": {"config_groups": {"R1": {"type": "hadamard"}}}}, "config_groups {'R1'"),
+        ({"weights": {**W4, "num_bits": 3}}, "num_bits 3"),
+        ({"weights": {**W4, "type": "float"}}, "num_bits 4 can't be read; with 8"),
+        ({"weights": {**W4, "strategy": "tensor_group"}}, "strategy 'tensor_group'"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    config = config_of("pack-quantized", change.pop("weights", W4))
+    folder, _, _ = quantised_pair(tmp_path, {**config, **change}, storing("pack-quantized", W4))
+    with pytest.raises(UnsupportedError, match=message):
+        open_checkpoint(folder)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"config_groups": None}, "no config_groups"),
+        ({"config_groups": {"group_0": {"weights": W4}}}, "no config_groups with their targets"),
+        (config_of("pack-quantized", {**W4, "group_size": 0}), "group_size must be"),
+        (config_of("pack-quantized", {**W4, "strategy": "block", "block_structure": [1]}), "block_structure must be"),
+    ],
+)
+def test_a_configuration_that_makes_no_sense_is_refused(tmp_path: Path, config: dict[str, Any], message: str) -> None:
+    whole = {**config_of("pack-quantized", W4), **config}
+    folder, _, _ = quantised_pair(tmp_path, whole, storing("pack-quantized", W4))
+    with pytest.raises(CheckpointError, match=message):
+        open_checkpoint(folder)
+
+
+@pytest.mark.parametrize(
+    ("targets", "part", "array", "message"),
+    [
+        (["re:.*mlp.*"], None, None, "q_proj is stored quantised, but none of config_groups is about it"),
+        (None, "weight_shape", None, r"lacks .*q_proj\.weight_shape"),
+        (None, "weight_shape", np.array([64, 72]), "can't be .64, 72. numbers of 4 bits"),
+        (None, "weight_scale", np.zeros((64, 3), np.float32), r"weight_scale has the shape \[64, 3\]; it must have \[64, 2\]"),
+        (None, "weight_g_idx", np.full(64, 2, np.int32), "groups 2 to 2, but there are 2"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_named(
+    tmp_path: Path, targets: list[str] | None, part: str | None, array: np.ndarray | None, message: str
+) -> None:
+    config = config_of("pack-quantized", W4, targets=targets)
+    folder, _, _ = quantised_pair(tmp_path, config, storing("pack-quantized", W4))
+
+    def change(config: dict[str, Any], tensors: dict[str, np.ndarray]) -> None:
+        tensors.pop(f"{STEM}.{part}", None)
+        if array is not None:
+            tensors[f"{STEM}.{part}"] = array
+
+    checkpoint = open_checkpoint(rewrite(folder, change))
+    with pytest.raises(CheckpointError, match=message):
+        checkpoint.tensor(f"{STEM}.weight").decode()
