@@ -77,7 +77,7 @@ def _taken(name: str, make: Make, first: int | None, is_matrix: bool) -> Weight:
     weight = make()
     if is_matrix and weight.format in ("float32", "float16", "bfloat16"):
         return Rearranged(name, weight, lambda a: (a if first is None else a[..., first::2]).swapaxes(1, 2))
-    return weight if first is None else Rearranged(name, weight, lambda a: a[:, first::2])
+    return weight if first is None else Rearranged(name, weight, lambda a: a[:, first::2], whole_rows=is_matrix)
 
 
 gpt_oss = Hook(Family(build, DEFAULTS, read_info, arrange))

@@ -5,6 +5,7 @@ They are read when a backend asks for their data, and not kept: between opening 
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -47,25 +48,26 @@ class Stacked(Lazy):
 
 
 class Rearranged(Lazy):
-    """The numbers of a weight in another order, or some of them: `take` of its array[shape]. A plain float stays what it is; of any
-    other format the decoded float32 numbers are taken."""
+    """The numbers of a weight in another order, or some of them: `take` of its array[shape]. A plain float stays what it is, and so
+    does any format where `take` leaves rows (the last dimension) whole; of others the decoded float32 numbers are taken."""
 
-    def __init__(self, name: str, weight: Weight, take: Callable[[Array], Array]) -> None:
-        plain = weight.format in PLAIN
+    def __init__(self, name: str, weight: Weight, take: Callable[[Array], Array], *, whole_rows: bool = False) -> None:
+        kept = whole_rows or weight.format in PLAIN
         shape = take(np.broadcast_to(np.float32(0), weight.shape)).shape
-        size = int(np.prod(shape)) * (weight.data.itemsize if plain else 4)
-        format, decoder = (weight.format, weight.decoder) if plain else ("float32", _same)
+        count = math.prod(shape)
+        size = weight.nbytes * count // max(math.prod(weight.shape), 1) if kept else count * 4
+        format, decoder = (weight.format, weight.decoder) if kept else ("float32", _same)
         origin = weight.origin and f"{weight.origin} as {name}"
         super().__init__(name, shape, format, self._taken, decoder, origin, size)
-        object.__setattr__(self, "_source", weight)
-        object.__setattr__(self, "_take", take)
+        vars(self).update(_source=weight, _take=take, _kept_as_stored=kept)
 
     _source: Weight
     _take: Callable[[Array], Array]
+    _kept_as_stored: bool
 
     def _taken(self) -> Array:
         source = self._source
-        return np.ascontiguousarray(self._take(source.data if source.format in PLAIN else source.decode()))
+        return np.ascontiguousarray(self._take(source.data if self._kept_as_stored else source.decode()))
 
 
 def _same(data: Array) -> npt.NDArray[np.float32]:
