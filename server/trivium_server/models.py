@@ -10,7 +10,6 @@ import math
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
 from typing import Any
 
 from trivium import AsyncLLM, SamplingParams, errors
@@ -29,9 +28,12 @@ _GOLDEN = (5**0.5 - 1) / 2
 @dataclass(frozen=True)
 class Facts:
     """What is known of a model once it has been loaded. max_model_len: tokens of prompt and output together. size: bytes of its
-    weights and of its KV cache. defaults: sampling parameters of requests that have none."""
+    weights and of its KV cache. defaults: sampling parameters of requests that have none. max_characters: what a context of the
+    longest tokens would hold. What is longer need not be cut into tokens, at seconds a megabyte, for anybody to know that it is too
+    long."""
 
     max_model_len: int
+    max_characters: int
     architecture: str
     chat_template: str | None
     size: int
@@ -42,7 +44,8 @@ class Facts:
         """Of a model that is loaded."""
         loaded, memory = llm.loaded, llm.loaded.session.memory()
         template, size = llm.tokenizer.chat_template, memory.weights + memory.kv
-        return cls(loaded.max_model_len, loaded.architecture, template, size, llm.default_params())
+        tokens, longest = loaded.max_model_len, max(map(len, llm.tokenizer.tokens()))
+        return cls(tokens, tokens * longest, loaded.architecture, template, size, llm.default_params())
 
 
 @dataclass(eq=False)
@@ -107,30 +110,26 @@ def _sum(past: Any, now: Any) -> Any:
 
 @dataclass(frozen=True)
 class Served:
-    """A loaded model as one call has it. name: by which the client knows it. version: the model's own. charge: is told the tokens
-    that the call has cost."""
+    """A loaded model as one call has it. name: by which the client knows it. version: the model's own. facts: of the
+    model. charge: is told the tokens that the call has cost."""
 
     name: str
     version: str
     llm: AsyncLLM
+    facts: Facts
     charge: Callable[[int], None]
 
     @property
     def max_model_len(self) -> int:
         """Tokens of prompt and output together."""
-        return self.llm.loaded.max_model_len
-
-    @cached_property
-    def max_characters(self) -> int:
-        """What a context of the longest tokens would hold. What is longer need not be cut into tokens, at seconds a megabyte, for
-        anybody to know that it is too long."""
-        return self.max_model_len * max(map(len, self.llm.tokenizer.tokens()))
+        return self.facts.max_model_len
 
     def check_length(self, prompt: Any) -> None:
         """Raises ContextLengthError for a text, ids or messages that are longer than any that fit, even if they were cut."""
         outer = len(prompt) if isinstance(prompt, list) else 0
-        if outer > self.max_characters or (outer := characters(prompt)) > self.max_characters:
-            can = f"{self.max_model_len} tokens are possible, and no more than {self.max_characters} characters"
+        most = self.facts.max_characters
+        if outer > most or (outer := characters(prompt)) > most:
+            can = f"{self.max_model_len} tokens are possible, and no more than {most} characters"
             raise errors.ContextLengthError(f"the prompt has {outer} tokens, messages or characters; {can}", param="prompt")
 
 
@@ -230,14 +229,14 @@ class Models:
         OverloadedError, or Refusal where it could not be loaded."""
         shown, slot = self.choose(name, session)
         await self._ready(slot, seconds)
-        assert slot.llm is not None
+        assert slot.llm is not None and slot.facts is not None
         if slot._timer is not None:
             slot._timer.cancel()
         slot.users += 1
         slot.used = time.monotonic()
         slot.keep = slot.keep if keep is None else keep
         try:
-            yield Served(shown, slot.name, slot.llm, charge)
+            yield Served(shown, slot.name, slot.llm, slot.facts, charge)
         finally:
             slot.users -= 1
             slot.used = time.monotonic()

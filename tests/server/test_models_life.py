@@ -30,7 +30,7 @@ class Made:
     def __init__(self, name, log):
         memory = SimpleNamespace(weights=3, kv=4)
         self.loaded = SimpleNamespace(max_model_len=8, architecture="made", session=SimpleNamespace(memory=lambda: memory))
-        self.tokenizer = SimpleNamespace(chat_template=None)
+        self.tokenizer = SimpleNamespace(chat_template=None, tokens=lambda: ["a"])
         self.name, self.log, self.is_ready = name, log, True
         log.append(f"+{name}")
 
