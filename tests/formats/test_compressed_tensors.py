@@ -11,6 +11,7 @@ from quantised_files import answers, check_numbers, quantised_pair, rewrite
 from trivium.errors import CheckpointError, UnsupportedError
 from trivium.weights import open_checkpoint
 
+pytest.importorskip("compressed_tensors")
 pytestmark = pytest.mark.oracles
 
 STEM = "model.layers.0.self_attn.q_proj"

@@ -16,6 +16,7 @@ from trivium.models import arrange
 from trivium.weights import open_checkpoint
 from weight_files import safetensors_bytes
 
+pytest.importorskip("transformers")
 pytestmark = pytest.mark.oracles
 
 CONFIG = tiny_config(
