@@ -19,13 +19,16 @@ constexpr size_t kAlign = 64;
 constexpr int64_t kSpin = 10'000;
 constexpr int64_t kPatience = 400'000;
 // Time that threads lose to others is looked at after so much time in runs, and counts from such a share of it: beside a busy process a
-// thread loses a third to a half, on an idle machine a few percent.
-constexpr std::chrono::milliseconds kWindow{25};
+// thread loses a third to a half, on an idle machine a few percent, beside a server's event loop with 32 streams a tenth. In a quarter of
+// this window the loop's bursts would look like a busy process.
+constexpr std::chrono::milliseconds kWindow{100};
 constexpr double kLost = 0.15;
 // How long fewer threads work before all are tried again, at first and at most.
-constexpr std::chrono::milliseconds kRest{500}, kLongestRest{8000};
+constexpr std::chrono::milliseconds kRest{500}, kLongestRest{2000};
 // So many runs in a row with two threads on one processor, and one of them looks for another; so many windows, and it is given up.
 constexpr int kTogether = 4;
+// A thread that finds itself on another's processor after it slept at a barrier looks for a free one at most so often.
+constexpr std::chrono::milliseconds kPart{1};
 constexpr uint32_t kThreadBits = 12;
 
 int current_cpu() {
@@ -148,23 +151,22 @@ void ThreadPool::rest(int index) {
 }
 
 void ThreadPool::take_part(Worker& worker) {
-  if (worker.moves_) move_away();
-  worker.cpu_.store(current_cpu(), std::memory_order_relaxed);
+  if (worker.moves_) move_away(active_);
   worker.slept_ = 0;
   const auto start = Clock::now();
   const int64_t used = processor_time();
   job_.call(job_.context, worker);
-  worker.lost_ += nanoseconds(Clock::now() - start) - (processor_time() - used) - worker.slept_;
+  worker.lost_ = nanoseconds(Clock::now() - start) - (processor_time() - used) - worker.slept_;
   barrier(worker);
 }
 
 // Lets the calling thread run on a processor where no thread of this run was seen, then wherever it may again: nobody is pinned.
-void ThreadPool::move_away() {
+void ThreadPool::move_away(int threads) {
 #ifdef __linux__
   cpu_set_t allowed;
   if (sched_getaffinity(0, sizeof allowed, &allowed) != 0) return;  // a machine of more than CPU_SETSIZE processors
   cpu_set_t free = allowed;
-  for (int i = 0; i < active_; ++i) {
+  for (int i = 0; i < threads; ++i) {
     const int cpu = workers_[i]->cpu_.load(std::memory_order_relaxed);
     if (cpu >= 0 && cpu < CPU_SETSIZE) CPU_CLR(static_cast<size_t>(cpu), &free);
   }
@@ -175,14 +177,19 @@ void ThreadPool::move_away() {
 // On the caller's thread, while the others wait.
 void ThreadPool::after_run(Clock::duration busy) {
   for (const auto& worker : workers_) worker->moves_ = false;
-  look_for_couples();
   busy_ += busy;
+  if (look_for_couples()) {
+    coupled_ += busy;
+  } else {
+    for (int i = 0; i < active_; ++i) workers_[i]->total_lost_ += workers_[i]->lost_;
+  }
   if (busy_ >= kWindow) look_for_crowds();
 }
 
-// A thread that is woken where it last slept can stay on its waker's processor for good: with one of the two always asleep there is never
-// a queue that the system would balance, and a step takes twice as long.
-void ThreadPool::look_for_couples() {
+// Whether two threads ended the run on one processor. A thread that is woken where it last slept can stay on its waker's processor for good:
+// with one of the two always asleep there is never a queue that the system would balance, and a step takes twice as long. Where they began says
+// little: a waker's processor is the usual place to begin on, and the system parts them at once if another is free.
+bool ThreadPool::look_for_couples() {
   Worker* second = nullptr;
   for (int i = 1; i < active_; ++i) {
     for (int j = 0; j < i; ++j) {
@@ -191,10 +198,11 @@ void ThreadPool::look_for_couples() {
     }
   }
   together_ = second == nullptr ? 0 : together_ + 1;
-  coupled_ = coupled_ || second != nullptr;
-  if (together_ < kTogether) return;
-  second->moves_ = true;
-  together_ = 0;
+  if (together_ >= kTogether) {
+    second->moves_ = true;
+    together_ = 0;
+  }
+  return second != nullptr;
 }
 
 // Threads that lose much time move, once in a while, and the next runs do with a thread less; so they do where the system puts two threads
@@ -202,17 +210,16 @@ void ThreadPool::look_for_couples() {
 void ThreadPool::look_for_crowds() {
   const auto now = Clock::now();
   const bool may_move = now >= next_move_;
-  coupled_windows_ = coupled_ ? coupled_windows_ + 1 : 0;
+  coupled_windows_ = 2 * coupled_ > busy_ ? coupled_windows_ + 1 : 0;
   bool crowded = coupled_windows_ >= kTogether;
   for (int i = 0; i < active_; ++i) {
     Worker& worker = *workers_[i];
-    const bool much = !coupled_ && static_cast<double>(worker.lost_) > kLost * static_cast<double>(nanoseconds(busy_));
-    worker.lost_ = 0;
+    const bool much = static_cast<double>(worker.total_lost_) > kLost * static_cast<double>(nanoseconds(busy_));
+    worker.total_lost_ = 0;
     worker.moves_ = worker.moves_ || (much && may_move);
     crowded = crowded || much;
   }
-  coupled_ = false;
-  busy_ = {};
+  busy_ = coupled_ = {};
   if (crowded && may_move) next_move_ = now + kRest;
   if (crowded && active_ > (threads_ + 1) / 2) {
     if (active_ == threads_) resting_ = now < retry_ + kRest ? std::min<Clock::duration>(2 * resting_, kLongestRest) : kRest;
@@ -228,13 +235,28 @@ void ThreadPool::look_for_crowds() {
 void ThreadPool::barrier(Worker& worker) {
   const auto expected = static_cast<uint32_t>(active_);  // once this thread has arrived, the next run may be on its way
   if (expected == 1) return;
+  worker.cpu_.store(current_cpu(), std::memory_order_relaxed);
   const uint32_t generation = generation_.load(std::memory_order_acquire);
   if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == expected) {
     arrived_.store(0, std::memory_order_relaxed);
     change(generation_, generation + 1, sleepers_);
-  } else {
-    worker.slept_ += wait_change(generation_, generation, sleepers_, spin_);
+  } else if (const int64_t slept = wait_change(generation_, generation, sleepers_, spin_); slept > 0) {
+    worker.slept_ += slept;
+    if (spin_ > 0) part(worker, static_cast<int>(expected));
   }
+}
+
+// A thread that slept at a barrier is woken where it last ran, or where its waker does; if that is one processor, the two take turns from
+// there on although another may be free. The run's `threads` are given: after its last barrier the next may be on its way.
+void ThreadPool::part(Worker& worker, int threads) {
+  const int cpu = current_cpu();
+  worker.cpu_.store(cpu, std::memory_order_relaxed);
+  const auto is_here = [&](const auto& other) { return other.get() != &worker && other->cpu_.load(std::memory_order_relaxed) == cpu; };
+  if (cpu < 0 || std::none_of(workers_.begin(), workers_.begin() + threads, is_here)) return;
+  const auto now = Clock::now();
+  if (now < worker.next_part_) return;
+  worker.next_part_ = now + kPart;
+  move_away(threads);
 }
 
 }  // namespace trivium

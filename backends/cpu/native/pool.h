@@ -70,9 +70,11 @@ private:
   int index_;
   void* scratch_ = nullptr;
   int64_t slept_ = 0;          // nanoseconds of this run
-  int64_t lost_ = 0;           // nanoseconds of late in which this thread neither ran nor slept: others had its processor
-  std::atomic<int> cpu_{-1};   // where this thread was last seen; -1: unknown
+  int64_t lost_ = 0;           // nanoseconds of this run in which this thread neither ran nor slept: others had its processor
+  int64_t total_lost_ = 0;     // of late, in runs that no two threads of the pool ended on one processor
+  std::atomic<int> cpu_{-1};   // where this thread was at its last barrier; -1: unknown
   bool moves_ = false;         // it shall look for another processor
+  std::chrono::steady_clock::time_point next_part_{};  // when it may look for one within a run
 };
 
 // `threads` threads, of which the caller of run() is one. Between runs the others spin for a moment, so that the next of a row of steps
@@ -111,9 +113,10 @@ private:
   void barrier(Worker& worker);
   void take_part(Worker& worker);
   void after_run(std::chrono::steady_clock::duration busy);
-  void look_for_couples();
+  bool look_for_couples();
   void look_for_crowds();
-  void move_away();
+  void move_away(int threads);
+  void part(Worker& worker, int threads);
   void rest(int index);
 
   int threads_;
@@ -127,7 +130,7 @@ private:
   int together_ = 0;             // runs in a row that found two threads on one processor
   int active_;                   // threads of the next run: the first of them
   Clock::duration busy_{};       // time in runs since lost time was last looked at
-  bool coupled_ = false;         // two threads were on one processor meanwhile
+  Clock::duration coupled_{};    // that of runs that two threads ended on one processor
   int coupled_windows_ = 0;      // how often so in a row
   Clock::duration resting_;      // how long fewer threads work before all are tried again
   Clock::time_point retry_, next_move_;
