@@ -40,8 +40,8 @@ class Grid(ABC):
     group: int
     low: int
     high: int
-    shrinks: int = 30
-    least: float = 0.35
+    shrinks: int = 20
+    least: float = 0.4
 
     @property
     def holds_zero(self) -> bool:

@@ -25,7 +25,13 @@ from trivium_compress.stored import Stored
 Array = npt.NDArray[Any]
 VERSION = 1
 """Of the manifest and of how results are computed: a run can't go on what another version began."""
-KINDS = {"F32": 4, "F16": 2, "BF16": 2, "I32": 4, "I64": 8, "I16": 2, "I8": 1, "U8": 1, "F64": 8}
+KINDS = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "F8_E8M0", "I64", "I32", "I16", "I8", "U64", "U32", "U16", "U8",
+                   "BOOL"})  # fmt: skip
+"""The dtypes of safetensors."""
+_PLAIN = {
+    "float64": "F64", "float32": "F32", "float16": "F16", "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint16": "U16",
+    "uint8": "U8",
+}  # fmt: skip
 
 
 class Parts:
@@ -131,7 +137,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, Stored]) -> None:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
     for name, stored in tensors.items():
-        kind = stored.kind if stored.kind in KINDS else "U8"
+        kind = stored.kind if stored.kind in KINDS else _PLAIN[stored.array.dtype.name]
         shape = list(stored.array.shape)
         header[name] = {"dtype": kind, "shape": shape, "data_offsets": [at, at + stored.nbytes]}
         at += stored.nbytes

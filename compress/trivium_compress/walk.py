@@ -93,7 +93,7 @@ class Walk:
             for value, inputs in taps.items():
                 if value in env:
                     inputs.add(env[value])
-            for call in _running(calls, env, frozenset(taps)):
+            for call in _running(calls, env, frozenset()):
                 for value in call.results:
                     if value in taps:
                         taps[value].add(env[value])
@@ -117,9 +117,10 @@ class Walk:
         """Of what all windows hold after the segment."""
         return sum(_bytes(v, n) for n in lengths for v in segment.kept)
 
-    def bytes_of_a_run(self, segment: Segment) -> int:
-        """Of the values of one window while it runs through, and of what the operators need beside their results."""
-        calls, known = _needed(segment.calls, segment.kept), set[Value]()
+    def bytes_of_a_run(self, segment: Segment, read: frozenset[Value]) -> int:
+        """Of the values of one window while it runs through, and of what the operators need beside their results. read: what is
+        observed."""
+        calls, known = _needed(segment.calls, segment.kept | read), set[Value]()
         last = {v: i for i, call in enumerate(calls) for v in (*call.args, *call.results) if v is not None}
         most = 0
         for i, call in enumerate(calls):

@@ -83,7 +83,7 @@ def test_blocks_are_nearer_to_the_weights_than_those_of_the_format_s_package(kin
     steps = grid.fit(w)
     ours = gguf.quants.dequantize(block_tensor(nearest(grid, w, steps), steps, kind).array, number)
     theirs = gguf.quants.dequantize(gguf.quants.quantize(w, number), number)
-    least = 0.9 if kind != "q8_0" else 1.0
+    least = 0.94 if kind != "q8_0" else 1.0
     assert ((ours - w) ** 2).sum() < least * ((theirs - w) ** 2).sum()
 
 
