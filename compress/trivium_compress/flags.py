@@ -11,12 +11,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from trivium.cli.parser import add_json, add_model, named, number, table
+from trivium.cli.parser import UsageError, add_json, add_model, load_options, named, number, table
 
 from trivium_compress.recipe import FORMATS, METHODS, PRUNINGS
 from trivium_compress.work import WINDOW, WINDOWS, Calibration, Progress, quantise
 
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+GATE = 3
+"""The exit code of `trivium eval` where a limit is not kept."""
 NO_BACKEND_SKIPS = "no backend skips zeros: a pruned model runs as fast as it did, and takes as much memory"
 
 
@@ -106,9 +108,63 @@ def progress_bar(quiet: bool) -> Iterator[Progress | None]:
 
 def add_eval(parser: argparse.ArgumentParser) -> None:
     """The options of `trivium eval`."""
+    parser.epilog = f"Exit code {GATE}: a figure is beyond its limit."
     add_model(parser)
     add_json(parser)
+    group = parser.add_argument_group("against")
+    group.add_argument("--against", type=named, metavar="MODEL", help="the measure: the same model in another format, or another")
+    group.add_argument("--against-backend", metavar="NAME[:DEVICE]", help="its backend (default: that of --backend)")
+    group.add_argument("--against-dtype", metavar="DTYPE", help="its activations' (default: what its backend does best)")
+    group.add_argument("--against-quantize", metavar="FORMAT", help="its resident format (default: as stored)")
+    group = parser.add_argument_group("on what")
+    group.add_argument("--text", type=Path, metavar="FILE", help="a text, cut into windows")
+    group.add_argument("--chats", type=Path, metavar="FILE", help='chats, one a line: {"messages": [...]}; their last answers count')
+    group.add_argument("--window", type=number(int, 2), default=512, metavar="N", help="tokens of a window (default: 512)")
+    group.add_argument("--context", type=number(int, 1), metavar="N", help="of these, the first that don't count (default: half)")
+    group.add_argument("--max-windows", type=number(int, 1), metavar="N", help="take so many, evenly from the whole (default: all)")
+    group = parser.add_argument_group("report")
+    group.add_argument("--html", type=Path, metavar="FILE", help="a page with the figures, and answers side by side")
+    group.add_argument("--answers", type=number(int, 0), metavar="N", help="prompts that both answer (default: 8 with --html, else 0)")
+    group.add_argument("--answer-tokens", type=number(int, 1), default=128, metavar="N", help="of each answer (default: 128)")
+    group = parser.add_argument_group("gate")
+    group.add_argument("--max-kl", type=number(float, 0), metavar="NATS", help="largest mean KL divergence")
+    group.add_argument("--min-top1", type=number(float, 0, 1), metavar="SHARE", help="least share of equal likeliest tokens")
+    group.add_argument("--max-ppl-ratio", type=number(float, 0), metavar="RATIO", help="largest perplexity relative to the measure's")
 
 
 def evaluate(args: argparse.Namespace) -> int:
-    raise NotImplementedError
+    """Measures, reports, and says whether the limits are kept."""
+    from trivium_compress import evaluate as measured
+    from trivium_compress.report import as_html, as_table
+
+    limits = [
+        measured.Limit(figure, bound, at_most)
+        for figure, bound, at_most in (
+            ("kl_mean", args.max_kl, True), ("top1", args.min_top1, False), ("perplexity_ratio", args.max_ppl_ratio, True),
+        ) if bound is not None
+    ]  # fmt: skip
+    if args.against is None and (limits or args.html or args.answers):
+        raise UsageError("trivium eval: limits, --html and --answers compare two models; name the measure with --against")
+    material = measured.Material(args.text, args.chats, args.window, args.context, args.max_windows)
+    judged = measured.Side(args.model, {**load_options(args), "progress": not args.json})
+    answers = args.answers if args.answers is not None else 8 if args.html else 0
+    with progress_bar(args.json) as progress:
+        report = measured.evaluate(
+            judged, material, _measure(args), answers=answers, answer_tokens=args.answer_tokens, progress=progress
+        )  # fmt: skip
+    report["gate"] = [limit.check(report) for limit in limits]
+    if args.html is not None:
+        args.html.write_text(as_html(report), "utf-8")
+    print(json.dumps(report) if args.json else as_table(report))
+    return 0 if all(gate["passed"] for gate in report["gate"]) else GATE
+
+
+def _measure(args: argparse.Namespace) -> Any:
+    """The other side; None: there is none."""
+    from trivium_compress.evaluate import Side
+
+    if args.against is None:
+        return None
+    options = {"backend": args.against_backend or args.backend, "dtype": args.against_dtype or "auto", "threads": args.threads}
+    own = {"quantize": args.against_quantize, "strict": args.strict, "progress": not args.json}
+    return Side(args.against, {**options, **own})

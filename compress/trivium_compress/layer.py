@@ -80,10 +80,10 @@ class Layer:
     def load(self, constant: Constant) -> Any:
         """As Source.load, with what has changed."""
         numbers = self.numbers.get(constant.source)
-        if numbers is None and (constant.source in self.source.stored or not self.numbers):
-            return self.source.load(constant)
-        if numbers is None:
+        if constant.source in self.source.made and self.numbers:
             return self._rearranged(constant)
+        if numbers is None or constant.source in self.source.made:
+            return self.source.load(constant)
         return numbers if constant.rows is None else numbers[slice(*constant.rows)]
 
     def _rearranged(self, constant: Constant) -> Any:
@@ -91,8 +91,6 @@ class Layer:
         checkpoint = self.source.checkpoint
         changed = {name: _as_weight(name, numbers) for name, numbers in self.numbers.items()}
         arranged = arrange(checkpoint.config, {**checkpoint.tensors, **changed})
-        if constant.source not in arranged:
-            return self.source.load(constant)
         weight = arranged[constant.source]()
         return (weight if constant.rows is None else weight.slice_rows(*constant.rows)).decode()
 

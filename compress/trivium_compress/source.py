@@ -35,13 +35,15 @@ _KINDS = {format: kind for kind, format in SAFETENSORS_TYPES.items()}
 
 @dataclass(frozen=True)
 class Source:
-    """checkpoint: its tensors by canonical name, as they are stored; arranged: by the names of the Program. stored: canonical name ->
-    (file, name there). extra: names of tensors in `gguf` that no model reads."""
+    """checkpoint: its tensors by canonical name, as they are stored; arranged: by the names that the family gives them. program: its
+    constants name stored tensors wherever these are read as they are; made: the sources that the family makes of several, or
+    otherwise. stored: canonical name -> (file, name there). extra: names of tensors in `gguf` that no model reads."""
 
     path: Path
     checkpoint: Checkpoint
     arranged: Checkpoint
     program: Program
+    made: frozenset[str]
     stored: dict[str, tuple[TensorFile, str]]
     gguf: GGUFFile | None
     extra: tuple[str, ...]
@@ -57,7 +59,7 @@ class Source:
         """What a Program's constant is: float32 of its shape; of the embedding's table, the rows that are asked for."""
         if constant.array is not None:
             return constant.array
-        weight = self.arranged.tensor(constant.source)
+        weight = (self.arranged if constant.source in self.made else self.checkpoint).tensor(constant.source)
         if constant.source == EMBEDDING and len(weight.shape) == 2:
             return Rows(lambda ids: weight.decoder(np.asarray(weight.data)[ids]).reshape(len(ids), -1))
         return (weight if constant.rows is None else weight.slice_rows(*constant.rows)).decode()
@@ -98,7 +100,7 @@ def open_source(path: Path) -> Source:
         method = checkpoint.config["quantization_config"].get("quant_method")
         raise UnsupportedError(f"{path} is quantised by {method} already; take the checkpoint that it was made from")
     arranged = replace(checkpoint, tensors=arrange(checkpoint.config, checkpoint.tensors))
-    program = build(checkpoint.config)
+    program, made = _by_stored_names(build(checkpoint.config), checkpoint, arranged)
     gguf, extra = None, tuple[str, ...]()
     if path.suffix == ".gguf" or not any(path.glob("*.safetensors")):
         gguf = GGUFFile(path if path.is_file() else next(path.glob("*.gguf")))
@@ -109,8 +111,17 @@ def open_source(path: Path) -> Source:
     files = sorted({file.path for file, _ in stored.values()})
     changed = {f.name: [f.stat().st_size, f.stat().st_mtime_ns] for f in files}
     return Source(
-        path, checkpoint, arranged, program, stored, gguf, extra, {"source": checkpoint.fingerprint, "files": changed}
+        path, checkpoint, arranged, program, made, stored, gguf, extra, {"source": checkpoint.fingerprint, "files": changed}
     )  # fmt: skip
+
+
+def _by_stored_names(program: Program, checkpoint: Checkpoint, arranged: Checkpoint) -> tuple[Program, frozenset[str]]:
+    """The Program with its constants under the names of stored tensors; and the sources that are no stored tensor."""
+    own = {id(make): name for name, make in checkpoint.tensors.items()}
+    names = {source: own.get(id(make)) for source, make in arranged.tensors.items()}
+    constants = tuple(replace(c, source=names.get(c.source) or c.source) for c in program.constants)
+    made = {c.source for c in program.constants if c.array is None and names.get(c.source, "") is None}
+    return replace(program, constants=constants), frozenset(made)
 
 
 def check_output(source: Source, output: Path) -> None:

@@ -105,7 +105,7 @@ class Job:
 
     def _is_target(self, name: str) -> bool:
         """A projection of a layer, or of one of its experts."""
-        known = name in self.projections or ".experts." in name
+        known = (name in self.projections and name not in self.source.made) or ".experts." in name
         weight = self.source.checkpoint.tensor(name)
         return known and name.endswith(".weight") and len(weight.shape) == 2 and not self.recipe.kept(name)
 
