@@ -13,7 +13,7 @@ from tiny_checkpoints import byte_tokenizer, make_checkpoint, make_weights, tiny
 from weight_files import safetensors_bytes, write_gguf
 
 from trivium import LLM, SamplingParams
-from trivium.cli.main import main
+from trivium.cli.main import build_parser, main
 from trivium.errors import CheckpointError, InvalidRequestError, ModelNotFoundError, PluginError, UnsupportedError
 from trivium.extensions import KINDS, find, installed
 from trivium.models import build
@@ -106,7 +106,7 @@ def parallel_folder(folder):
 
 
 def test_every_kind_has_a_hook_a_place_in_the_document_and_an_example(plugins):
-    asked_by_the_core = {f"trivium_{kind}" for kind in KINDS if kind != "moderation"}  # which the server asks
+    asked_by_the_core = {f"trivium_{kind}" for kind in KINDS if kind not in ("moderation", "command")}  # asked by others
     assert {name for name in vars(Hooks) if name.startswith("trivium_")} == asked_by_the_core
     text = documented_plugins.DOCUMENT.read_text()
     assert all(f"| `trivium.{kind}s` |" in text for kind in KINDS if kind != "backend")
@@ -318,6 +318,7 @@ ASK = {
     "tool_parser": lambda name, folder: choose(TOOLS, name, "", "tool_parser"),
     "reasoning_parser": lambda name, folder: choose(REASONING, name, "", "reasoning_parser"),
     "model_source": lambda name, folder: resolve(f"{name}:x"),
+    "command": lambda name, folder: build_parser(name),
 }
 
 
@@ -401,3 +402,19 @@ def test_the_list_shows_what_is_there_and_what_is_never_used(plugins, site, caps
     assert main(["plugin", "list", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["plugins"]
     assert {p["name"] for p in found if p["kind"] == "backend"} >= {"reference", "cpu"}
+
+
+def test_a_command_from_a_plugin_is_run_listed_and_can_not_take_a_command_of_triviums_own(plugins, site, capsys):
+    offer(site, "command", "run", "raise RuntimeError('this was imported')", distribution="vendor-d")
+    offer(site, "command", "broken", "raise RuntimeError('no such luck')", distribution="vendor-e")
+    assert main(["shout", "hey", "you"]) == 0
+    assert capsys.readouterr().out == "HEY YOU\n"
+    assert main(["shout", "--loud"]) == 2
+    assert "trivium shout" in capsys.readouterr().err
+    for asked in (["--help"], ["run", "--help"]):
+        with pytest.raises(SystemExit):
+            main(asked)
+    told = " ".join(capsys.readouterr().out.split())
+    assert "shout say a text in capitals" in told and "can't be used: command 'broken' (vendor-e 1.0)" in told
+    assert main(["broken"]) == 1
+    assert "no such luck" in capsys.readouterr().err

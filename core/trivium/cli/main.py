@@ -10,8 +10,9 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-from trivium.cli.parser import Parser, UsageError
-from trivium.errors import InvalidRequestError, TriviumError
+from trivium.cli.parser import Command, Parser, UsageError
+from trivium.errors import InvalidRequestError, PluginError, TriviumError
+from trivium.extensions import Extension, expect, installed
 
 COMMANDS = {
     "run": ("trivium.cli.run", "answer a prompt, or chat"),
@@ -42,7 +43,27 @@ def build_parser(command: str | None) -> Parser:
             module = importlib.import_module(home)
             getattr(module, f"add_{name}")(sub)
             sub.set_defaults(handler=getattr(module, name))
+    for name, extension in installed("command").items():
+        if name not in COMMANDS:
+            _add_plugin(commands, name, extension, command)
     return parser
+
+
+def _add_plugin(commands: Any, name: str, extension: Extension, asked: str | None) -> None:
+    """A command that a plugin brings. It is loaded if it is asked for; also for the list of all, which says so where that fails."""
+    found, text = None, f"from {extension.distributions[0]}"
+    if asked in (name, None):
+        try:
+            found = expect(Command, extension.load(), str(extension))
+            text = found.help
+        except PluginError as e:
+            if asked == name:
+                raise
+            text = f"{text}, can't be used: {e}"
+    sub = commands.add_parser(name, help=text.replace("%", "%%"), description=text[:1].upper() + text[1:].replace("%", "%%") + ".")
+    if found is not None and asked == name:
+        found.add(sub)
+        sub.set_defaults(handler=found.run)
 
 
 def complain(message: str) -> None:

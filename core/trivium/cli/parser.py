@@ -6,7 +6,16 @@ import argparse
 import difflib
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
+
+
+class Command(NamedTuple):
+    """What the hook trivium_command() of a plugin returns: one line of help, what adds the flags to its parser, and what runs it with
+    the parsed arguments and gives the exit code. Imports nothing heavy before it is run."""
+
+    help: str
+    add: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int]
 
 
 class UsageError(Exception):

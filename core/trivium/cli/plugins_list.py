@@ -36,11 +36,12 @@ def _row(extension: Extension, own: Mapping[str, Collection[str]]) -> dict[str, 
 
 def builtin() -> dict[str, Collection[str]]:
     """The names that trivium itself has, by kind."""
+    from trivium.cli.main import COMMANDS
     from trivium.models import ARCHITECTURES
     from trivium.text.syntaxes import REASONING, TOOLS
     from trivium.weights.gguf_models import ARCHITECTURES as GGUF_ARCHITECTURES
 
     return {
         "model": ARCHITECTURES, "gguf_model": GGUF_ARCHITECTURES, "tool_parser": {*TOOLS, "auto"},
-        "reasoning_parser": {*REASONING, "auto"},
+        "reasoning_parser": {*REASONING, "auto"}, "command": COMMANDS,
     }  # fmt: skip

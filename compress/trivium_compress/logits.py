@@ -1,0 +1,101 @@
+"""Full logits of any model on any backend, out of the engine's own steps, a few rows at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from trivium import LLM, SamplingParams
+from trivium.errors import BackendError, InvalidRequestError
+from trivium.ops import Batch
+from trivium.plugin import Executable, Step
+
+Array = npt.NDArray[Any]
+ROWS = 64
+"""Tokens in a step unless more are asked for: so many rows of logits there are at a time."""
+_SCORE = SamplingParams(temperature=0.0, max_tokens=0, prompt_logprobs=0)
+
+
+class Watched(Executable):
+    """An executable that shows the logits of each step."""
+
+    def __init__(self, inner: Executable, show: Callable[[Array], None]) -> None:
+        self._inner = inner
+        self._show = show
+
+    def run(self, batch: Batch) -> Step:
+        step = self._inner.run(batch)
+        if len(batch.sample_rows):
+            self._show(step.output("logits"))
+        return step
+
+
+class Scorer:
+    """A loaded model that scores windows. options: arguments of LLM()."""
+
+    def __init__(self, model: str, window: int, options: Mapping[str, Any]) -> None:
+        given = {name: value for name, value in options.items() if value is not None}
+        given["max_num_batched_tokens"] = given.get("max_num_batched_tokens", ROWS)
+        given["max_num_seqs"] = 1
+        self.llm = LLM(model, enable_prefix_caching=False, **{"max_model_len": self._length(window, given), **given})
+        self.vocab_size = self.llm.loaded.vocab_size
+
+    @staticmethod
+    def _length(window: int, given: Mapping[str, Any]) -> int:
+        longest = given.get("max_model_len")
+        if longest is not None and longest < window:
+            raise InvalidRequestError(f"max_model_len {longest} has no room for windows of {window} tokens", param="max_model_len")
+        return longest or window
+
+    def score(self, ids: Sequence[int], first: int, use: Callable[[int, Array], None]) -> None:
+        """Calls `use(row, logits float32[n, vocab_size])` for rows from `first` - 1 on (row i foretells token i + 1), as the steps
+        come: nothing is kept."""
+        at, last = 0, len(ids) - 1
+
+        def show(logits: Array) -> None:
+            nonlocal at
+            start, stop = max(at, first - 1), min(at + len(logits), last)
+            if start < stop:
+                use(start, logits[start - at : stop - at, : self.vocab_size])
+            at += len(logits)
+
+        with self._watched(show):
+            self.llm.generate([list(map(int, ids))], _SCORE)
+        if at < last:
+            raise BackendError(f"{self.llm.loaded.backend.name} gave logits of {at} rows, not {last}")
+
+    def rows(self, ids: Sequence[int], first: int) -> Array:
+        """float32[len(ids) - first, vocab_size] at once: the rows that foretell the tokens from `first` on."""
+        out = np.empty((len(ids) - first, self.vocab_size), np.float32)
+
+        def keep(row: int, logits: Array) -> None:
+            out[row - first + 1 : row - first + 1 + len(logits)] = logits
+
+        self.score(ids, first, keep)
+        return out
+
+    @contextmanager
+    def _watched(self, show: Callable[[Array], None]) -> Iterator[None]:
+        engine, loaded = self.llm.engine, self.llm.loaded
+        engine.model = replace(loaded, executable=Watched(loaded.executable, show))
+        try:
+            yield
+        finally:
+            engine.model = loaded
+
+    def answer(self, prompts: Sequence[Sequence[int]], tokens: int) -> list[str]:
+        """What the model makes of prompts, greedily."""
+        params = SamplingParams(temperature=0.0, max_tokens=tokens)
+        longest = self.llm.loaded.max_model_len - tokens
+        if longest < 1:
+            message = f"answers of {tokens} tokens don't fit in windows of {self.llm.loaded.max_model_len}"
+            raise InvalidRequestError(message, param="answer_tokens")
+        outputs = self.llm.generate([list(map(int, ids))[-longest:] for ids in prompts], params)
+        return [output.outputs[0].text for output in outputs]
+
+    def close(self) -> None:
+        self.llm.close()
