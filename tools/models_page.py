@@ -44,7 +44,6 @@ MISSING = """
 | family | it needs |
 | --- | --- |
 | Llama 4 | attention within chunks; queries scaled by position; experts whose input is scaled |
-| Qwen3-Next, Qwen3.5 | a product with one number a channel (gates); a second rotary section |
 | Mamba-2 hybrids: Granite 4, Nemotron-H, Falcon H1 | the selective state-space operator |
 | Gemma 3n, Gemma 4 | per-layer embeddings, keys and values shared between layers |
 | encoders: ModernBERT and its like | attention to both sides without pages |

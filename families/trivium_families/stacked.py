@@ -53,7 +53,7 @@ class Rearranged(Lazy):
 
     def __init__(self, name: str, weight: Weight, take: Callable[[Array], Array], *, whole_rows: bool = False) -> None:
         kept = whole_rows or weight.format in PLAIN
-        shape = take(np.broadcast_to(np.float32(0), weight.shape)).shape
+        shape = take(np.broadcast_to(np.int8(0), weight.shape)).shape
         count = math.prod(shape)
         size = weight.nbytes * count // max(math.prod(weight.shape), 1) if kept else count * 4
         format, decoder = (weight.format, weight.decoder) if kept else ("float32", _same)
