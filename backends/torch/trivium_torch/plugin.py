@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from trivium.errors import InvalidRequestError, UnsupportedError
 from trivium.plugin import API_VERSION, Backend, Capabilities, Device, Kernel, Probe, Session, hookimpl
 from trivium_torch.formats import DTYPES, FORMATS
+from trivium_torch.loading import import_torch
 
 if TYPE_CHECKING:
     from trivium_torch.session import TorchSession
@@ -33,6 +34,7 @@ class TorchBackend(Backend):
 
     def probe(self) -> Probe:
         try:
+            import_torch()
             import torch
         except ModuleNotFoundError as e:
             return Probe((), "torch is not installed: pip install trivium[torch]" if e.name == "torch" else f"torch: {e}")
