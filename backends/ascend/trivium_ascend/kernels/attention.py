@@ -147,13 +147,14 @@ def _sizes(call: Call) -> tuple[int, int]:
 
 
 def shared(kernel: Callable[[AscendSession, Args, Attrs], Tensor]) -> Callable[[AscendSession, Args, Attrs], Tensor]:
-    """A kernel that leaves to plain torch what the operator does not take: more than 64 query heads to a key head, and no query."""
+    """A kernel that leaves to plain torch what the operator does not take: more than 64 query heads to a key head, and no query.
+    It has one dtype for queries, keys and values, which is that of the pages."""
 
     def run(session: AscendSession, args: Args, attrs: Attrs) -> Tensor:
-        q, kv, *_ = args
+        q, kv, *rest = args
         if not q.shape[0] or q.shape[1] > SHARED * kv.blocks[0].shape[2]:
             return plain(session, args, attrs)
-        return kernel(session, args, attrs)
+        return kernel(session, (q.to(kv.blocks[0].dtype), kv, *rest), attrs).to(q.dtype)
 
     return run
 
@@ -164,15 +165,16 @@ def latent(session: AscendSession, args: Args, attrs: Attrs) -> Tensor:
     q_latent, q_rope, kv, *_ = args
     if not q_latent.shape[0]:
         return q_latent  # type: ignore[no-any-return]
+    dtype, (q_latent, q_rope) = q_latent.dtype, (q.to(kv.blocks[0].dtype).contiguous() for q in (q_latent, q_rope))
     seen = pieces(kv.step, PIECE)
     mask = {"sparse_mode": 0} if seen.widest == 1 else {"sparse_mode": RIGHT_DOWN, "atten_mask": session.causal_mask()}
     k, turned = map(flat, kv.blocks)
     y, _ = npu.npu_fused_infer_attention_score_v2(
-        q_latent.contiguous(), k, k, query_rope=q_rope.contiguous(), key_rope=turned, actual_seq_qlen=seen.ends,
+        q_latent, k, k, query_rope=q_rope, key_rope=turned, actual_seq_qlen=seen.ends,
         actual_seq_kvlen=seen.lengths, block_table=seen.table, block_size=kv.step.page_size, input_layout="TND",
         num_query_heads=q_latent.shape[1], num_key_value_heads=1, softmax_scale=attrs["scale"], **mask,
     )  # fmt: skip
-    return y  # type: ignore[no-any-return]
+    return y.to(dtype)  # type: ignore[no-any-return]
 
 
 def latent_fits(call: Call) -> str | None:
@@ -185,7 +187,7 @@ def latent_fits(call: Call) -> str | None:
 
 
 KERNELS = (
-    NpuKernel("paged_attention", shared(packed), f"{FIA} (TND)", 20, first(plain_scores, packed_fits), (FIA,), HALVES, True),
-    NpuKernel("paged_attention", shared(apart), f"{FIA} (BSH)", 15, first(plain_scores, apart_fits), (FIA,), HALVES, True),
-    NpuKernel("latent_attention", latent, f"{FIA} (latent)", 20, latent_fits, (FIA,), HALVES, True),
+    NpuKernel("paged_attention", shared(packed), f"{FIA} (TND)", 20, first(plain_scores, packed_fits), (FIA,), HALVES, HALVES),
+    NpuKernel("paged_attention", shared(apart), f"{FIA} (BSH)", 15, first(plain_scores, apart_fits), (FIA,), HALVES, HALVES),
+    NpuKernel("latent_attention", latent, f"{FIA} (latent)", 20, latent_fits, (FIA,), HALVES, HALVES),
 )

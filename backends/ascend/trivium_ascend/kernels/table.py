@@ -14,16 +14,16 @@ HALVES = ("bfloat16", "float16")
 
 @dataclass(frozen=True)
 class NpuKernel(Kernel):
-    """`needs`: operators. `dtypes`: of activations; None: all that the chip has. `same_kv`: the KV format must be the
-    activations'."""
+    """`needs`: operators. `dtypes`: of activations, `kv_dtypes`: KV formats; None: all that the chip has."""
 
     needs: tuple[str, ...] = ()
     dtypes: tuple[str, ...] | None = None
-    same_kv: bool = False
+    kv_dtypes: tuple[str, ...] | None = None
 
     def takes(self, dtype: str, kv_dtype: str) -> bool:
         """Whether it works in a session with these dtypes. `supports` is asked about a call, which doesn't say."""
-        return (self.dtypes is None or dtype in self.dtypes) and (not self.same_kv or kv_dtype == dtype)
+        pairs = (self.dtypes, dtype), (self.kv_dtypes, kv_dtype)
+        return all(possible is None or one in possible for possible, one in pairs)
 
     def on(self, chip: Chip) -> NpuKernel:
         """The kernel as a chip has it: where it lacks an operator, it says so of every call."""
