@@ -16,15 +16,25 @@ class Chip:
     mixed_norms: bool = True
     norm_bytes: int = 0
     rstd_of_add: bool = True
-    attention_v2: bool = True
+    quant_norm_elements: int = 0
+    grouped_quantised: bool = True
+    absent: tuple[str, ...] = ()
+    """Operators (beginnings of names) whose documents leave the chip out."""
 
 
 CHIPS = (
-    Chip("310P", "Ascend310P", bfloat16=False, mixed_norms=False, norm_bytes=32, rstd_of_add=False, attention_v2=False),
+    Chip(
+        "310P", "Ascend310P", bfloat16=False, mixed_norms=False, norm_bytes=32, rstd_of_add=False, quant_norm_elements=32,
+        grouped_quantised=False,
+        absent=(
+            "aclnnFusedInferAttentionScore", "aclnnScatterPaKvCache", "aclnnGatherPaKvCache", "aclnnDynamicQuant",
+            "aclnnRopeWithSinCosCache", "aclnnAddRmsNormDynamicQuant", "aclnnApplyTopKTopP", "aclnnMoeGatingTopK",
+        ),
+    ),
     Chip("910B", "Ascend910B"),
     Chip("910C", "Ascend910_93"),
-    Chip("950", "Ascend950"),
-)
+    Chip("950", "Ascend950", absent=tuple(f"aclnnFusedInferAttentionScoreV{n}" for n in (2, 3, 4))),
+)  # fmt: skip
 VARIANTS = {"310P": "Ascend310P3", "910B": "Ascend910B1", "910C": "Ascend910_9391", "950": "Ascend950PR_9589"}
 
 

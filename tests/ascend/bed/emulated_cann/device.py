@@ -12,10 +12,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from emulated_cann.registry import INT, OPERATORS, POINTER, SIZE, Operator, function
+from emulated_cann.chips import chip
+from emulated_cann.registry import INT, OPERATORS, POINTER, SIZE, Operator, function, need
 
 # What torch-npu calls by itself between strides and dtypes: logged with torch's operations, not with the fused ones
 COPIES = {"aclnnInplaceCopy": "copy_", "aclnnCast": "_to_copy"}
+INTERNAL_FORMATS = frozenset({29, 50, 51, 52, 53, 54})  # FRACTAL_NZ and its variants by C0
 # aclError codes: the wheel's include/acl/error_codes
 OK, NO_STREAM, CAPTURED_SYNC, GROUP_MISMATCH, BAD_ARGUMENT, KERNEL_FAULT = 0, 207008, 107030, 107034, 161002, 561002
 
@@ -171,6 +173,7 @@ def phase_one(op: Operator, convert: list[Callable[[Any], Any]]) -> Callable[...
             DEVICE.log.aten[COPIES[op.name]] += 1
         else:
             DEVICE.log.calls.append(Call(op.name, arguments))
+        check_everywhere(op, arguments)
         if op.check is not None:
             op.check(arguments)
         key = next(DEVICE.ids)
@@ -179,6 +182,16 @@ def phase_one(op: Operator, convert: list[Callable[[Any], Any]]) -> Callable[...
         c.c_void_p.from_address(raw[-1]).value = key
 
     return prepare
+
+
+def check_everywhere(op: Operator, arguments: Any) -> None:
+    """What holds for every operator: the chip has it, and only those that say so read FRACTAL_NZ."""
+    need(not op.name.startswith(chip().absent), f"{op.name} is not documented for {chip().name}")
+    for name, letter in op.parameters:
+        value = getattr(arguments, name)
+        found = [value] if letter == "T" else value if letter == "L" else []
+        internal = any(getattr(t, "acl_format", 2) in INTERNAL_FORMATS for t in found or () if t is not None)
+        need(not internal or name in op.any_format, f"{op.name} takes no FRACTAL_NZ as {name}")
 
 
 def execute(op: Operator, arguments: Any) -> None:

@@ -12,7 +12,7 @@ import torch
 # aclDataType (acl_base.h of the wheel's include/) -> torch
 DTYPES = {
     0: torch.float32, 1: torch.float16, 2: torch.int8, 3: torch.int32, 4: torch.uint8, 6: torch.int16, 9: torch.int64,
-    11: torch.float64, 12: torch.bool, 27: torch.bfloat16,
+    10: torch.int64, 11: torch.float64, 12: torch.bool, 27: torch.bfloat16,
 }  # fmt: skip
 KINDS = {1: "tensor", 2: "scalar", 3: "ints", 4: "floats", 5: "bools", 6: "tensors", 7: "scalars"}
 MAX_RANK = 8
@@ -44,21 +44,23 @@ def at(address: int, kind: str, layout: type[Any]) -> Any:
 
 
 def tensor(address: int | None) -> torch.Tensor | None:
-    """A CPU view of an aclTensor's memory, with its format as the attribute `acl_format`."""
+    """A CPU view of an aclTensor's memory. Its format is the attribute `acl_format`, its memory in that format `raw_storage`; for
+    formats other than plain ones the view itself has the right shape and strides but not the right numbers (formats.plain has)."""
     if not address:
         return None
     t = at(address, "tensor", AclTensor)
     if t.dtype not in DTYPES:
         raise TypeError(f"emulated CANN knows no aclDataType {t.dtype}")
     dtype, shape, strides = DTYPES[t.dtype], t.shape[: t.rank], t.strides[: t.rank]
-    elements = math.prod(t.storage_shape[: t.storage_rank])
+    storage = t.storage_shape[: t.storage_rank]
+    elements = math.prod(storage)
     if elements == 0 or not t.data:
-        view = torch.empty(shape, dtype=dtype)
+        view = raw = torch.empty(shape, dtype=dtype)
     else:
         memory = (c.c_char * (elements * dtype.itemsize)).from_address(t.data)
-        view = torch.frombuffer(memory, dtype=dtype).as_strided(shape, strides, t.offset)
-    view.acl_format = t.format  # type: ignore[attr-defined]
-    view.storage_shape = tuple(t.storage_shape[: t.storage_rank])  # type: ignore[attr-defined]
+        raw = torch.frombuffer(memory, dtype=dtype)
+        view, raw = raw.as_strided(shape, strides, t.offset), raw.view(storage)
+    view.acl_format, view.raw_storage = t.format, raw  # type: ignore[attr-defined]
     return view
 
 
@@ -99,6 +101,7 @@ ARGUMENTS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
     "d": (c.c_double, float),
     "f": (c.c_float, float),
     "s": (c.c_char_p, text),
+    "p": (c.c_void_p, lambda address: address),
 }
 
 

@@ -16,6 +16,10 @@ class LimitError(ValueError):
     """A documented limit of an operator was violated. torch-npu shows the text in the RuntimeError of the call."""
 
 
+class UnemulatedError(NotImplementedError):
+    """A documented use of an operator for which the emulation has no reference."""
+
+
 @dataclass(frozen=True)
 class Operator:
     """`signature` names the C arguments in order, without the two of GetWorkspaceSize's outputs: "x gamma epsilon:d y rstd".
@@ -26,6 +30,7 @@ class Operator:
     compute: Body
     check: Body | None
     inspect: Body | None
+    any_format: tuple[str, ...]
 
     @property
     def parameters(self) -> list[tuple[str, str]]:
@@ -43,14 +48,16 @@ OPERATORS: dict[str, Operator] = {}
 FUNCTIONS: dict[str, Function] = {}
 
 
-def operator(name: str, signature: str, check: Body | None = None, inspect: Body | None = None) -> Callable[[Body], Body]:
+def operator(
+    name: str, signature: str, check: Body | None = None, inspect: Body | None = None, *, any_format: tuple[str, ...] = ()
+) -> Callable[[Body], Body]:
     """Declares the emulation of an aclnn operator; its body reads and writes the tensors of `a`.
 
     Both checks raise LimitError: check(a) when the host calls (shapes, dtypes, host numbers), inspect(a) when the device runs
-    (what only the data says: under capture, the data of the moment is nobody's)."""
+    (what only the data says: under capture, the data of the moment is nobody's). `any_format`: arguments that may be in FRACTAL_NZ."""
 
     def declare(compute: Body) -> Body:
-        OPERATORS[name] = Operator(name, signature, compute, check, inspect)
+        OPERATORS[name] = Operator(name, signature, compute, check, inspect, any_format)
         return compute
 
     return declare

@@ -1,15 +1,17 @@
-"""Fused attention (aclnnFusedInferAttentionScore V2, V3, V4): layouts, pages, masks; limits of the operators' documents."""
+"""Fused attention (aclnnFusedInferAttentionScore V2 to V5): softmax(scale * q k^T + mask) v, sequence by sequence, in float32."""
 
 from __future__ import annotations
 
-import torch
-from emulated_cann.registry import Arguments, need, operator
+from itertools import pairwise
 
-HALVES = (torch.float16, torch.bfloat16)
-MASK = 2048
+import torch
+from emulated_cann.operators.attention_limits import check, ignores_mask, inspect, kv_lengths
+from emulated_cann.registry import Arguments, operator
+
 HEAD = (
-    "query keys:L values:L pse mask q_lens:A kv_lens:A dequant1 quant1 dequant2 quant2 quant2_offset antiquant_scale antiquant_offset"
-    " block_table query_padding kv_padding key_scale key_offset value_scale value_offset shared_key shared_value shared_len:A"
+    "query keys:L values:L pse mask q_lens:A kv_lens:A dequant1 quant1 dequant2 quant2 quant2_offset"
+    " antiquant_scale antiquant_offset block_table query_padding kv_padding key_scale key_offset value_scale value_offset"
+    " shared_key shared_value shared_len:A"
 )
 ROPE = "query_rope key_rope key_rope_scale"
 TAIL = (
@@ -20,100 +22,134 @@ SIGNATURES = {
     "V2": f"{HEAD} {TAIL} out lse",
     "V3": f"{HEAD} {ROPE} {TAIL} out lse",
     "V4": f"{HEAD} {ROPE} query_scale sink {TAIL} query_mode:i out lse",
+    "V5": f"{HEAD} {ROPE} query_scale sink q_start kv_start {TAIL} query_mode:i pse_type:i out lse",
 }
 
 
-def check(a: Arguments) -> None:
-    a.kv_heads = a.kv_heads or a.heads
-    a.key, a.value = a.keys[0], a.values[0]
-    check_heads(a)
-    need(a.layout == "TND", f"input_layout {a.layout}: the emulation has TND so far")
-    check_tnd(a)
-    if a.block_table is not None:
-        check_pages(a)
-    check_mask(a)
-
-
-def check_heads(a: Arguments) -> None:
-    need(a.query.dtype in HALVES, f"query is float16 or bfloat16, not {a.query.dtype}")
-    need(all(t.is_contiguous() for t in (a.query, a.key, a.value)), "query, key and value are contiguous")
-    need(a.heads % a.kv_heads == 0 and a.heads // a.kv_heads <= 64, "num_heads is a multiple (at most 64) of num_key_value_heads")
-    need(a.heads <= 256, f"at most 256 heads, not {a.heads}")
-    need(a.key.shape == a.value.shape, "key and value have one shape")
-
-
-def rising(numbers: list[int]) -> bool:
-    return all(x <= y for x, y in zip(numbers, numbers[1:])) and numbers[0] >= 0
-
-
-def check_tnd(a: Arguments) -> None:
-    dim = a.query.shape[-1]
-    need(bool(a.q_lens) and bool(a.kv_lens), "TND takes both actual sequence lengths")
-    need(rising(a.q_lens), f"actual_seq_qlen is cumulative in TND: {a.q_lens}")
-    need(a.q_lens[-1] == a.query.shape[0], f"the last actual_seq_qlen is T, {a.query.shape[0]}: {a.q_lens}")
-    need(dim in (128, 192) or (dim == 64 and a.heads == a.kv_heads), f"TND takes head dim 128 or 192, 64 only without GQA: {dim}")
-    need(len(a.q_lens) <= 4096, "TND takes at most 4096 sequences")
-    need(a.block_table is not None or rising(a.kv_lens), f"actual_seq_kvlen without block_table is cumulative in TND: {a.kv_lens}")
-
-
-def check_pages(a: Arguments) -> None:
-    batch, size, table = len(a.q_lens), a.block_size, a.block_table
-    need(table.dtype == torch.int32 and table.dim() == 2 and table.shape[0] == batch, f"block_table is int32 [{batch}, blocks]")
-    need(size % 16 == 0 and 0 < size <= 1024, f"block_size {size} is a multiple of 16 up to 1024")
-    need(len(a.kv_lens) >= batch, "block_table takes actual_seq_kvlen of each sequence")
-    blocks = max(-(-n // size) for n in a.kv_lens[:batch])
-    need(table.shape[1] >= blocks, f"block_table has {table.shape[1]} columns, the longest sequence {blocks} blocks")
-    if a.key.dim() == 3:
-        need(a.key.shape[1] == size and a.key.shape[2] % a.kv_heads == 0, "a cache of 3 dimensions is [blocks, block_size, KV*D]")
-        need(a.key.shape[2] <= 65535, "KV*D is at most 65535")
-    else:
-        need(tuple(a.key.shape[1:3]) == (a.kv_heads, size), "a cache of 4 dimensions is [blocks, KV, block_size, D]")
-
-
-def check_mask(a: Arguments) -> None:
-    need(a.sparse_mode in (0, 1, 2, 3, 4, 9), f"sparse_mode {a.sparse_mode} is not implemented")
-    if a.sparse_mode in (2, 3, 4):
-        need(a.mask is not None and tuple(a.mask.shape[-2:]) == (MASK, MASK), "sparse_mode 2, 3 and 4 take the mask of 2048 x 2048")
-    need(a.mask is None or a.mask.dtype in (torch.bool, torch.int8, torch.uint8), "atten_mask is bool, int8 or uint8")
-
-
-def inspect(a: Arguments) -> None:
-    if a.sparse_mode in (2, 3, 4):
-        upper = torch.ones(MASK, MASK, dtype=torch.bool).triu(1)
-        need(
-            torch.equal(a.mask.bool().reshape(MASK, MASK), upper), "the mask of sparse_mode 2, 3 and 4 is strictly upper triangular"
-        )
-
-
-def rows_of(cache: torch.Tensor, blocks: torch.Tensor, kv_heads: int) -> torch.Tensor:
-    """[blocks * block_size, KV, D] of a cache in either layout."""
-    picked = cache[blocks.long()]
-    picked = picked.unflatten(-1, (kv_heads, -1)) if cache.dim() == 3 else picked.transpose(1, 2)
-    return picked.flatten(0, 1)
-
-
 def attend(a: Arguments) -> None:
-    start = kv_start = 0
-    for row, end in enumerate(a.q_lens):
-        if a.block_table is not None:
-            length = a.kv_lens[row]
-            blocks = a.block_table[row, : -(-length // a.block_size)]
-            key, value = (rows_of(cache, blocks, a.kv_heads)[:length] for cache in (a.key, a.value))
-        else:
-            key, value = a.key[kv_start : a.kv_lens[row]], a.value[kv_start : a.kv_lens[row]]
-            kv_start = a.kv_lens[row]
-        a.out[start:end] = one_sequence(a, a.query[start:end], key, value).to(a.out.dtype)
-        start = end
+    queries, ropes = query_rows(a, a.query), query_rows(a, a.query_rope) if a.rope else None
+    out, lse = query_rows(a, a.out, a.out_layout), lse_rows(a)
+    if not a.packed:
+        a.out.zero_()
+    for row, length in enumerate(kv_lengths(a)):
+        key, value = (dequantised(a, row, length, which) for which in ("key", "value"))
+        scores = torch.einsum("qhd,khd->hqk", queries[row].float(), per_head(a, key))
+        if ropes is not None:
+            rope = per_head(a, rows(a, a.key_rope, row, length).float())
+            scores = scores + torch.einsum("qhd,khd->hqk", ropes[row].float(), rope)
+        scores = masked(a, scores * a.scale, row)
+        weights, total = softmax(a, scores)
+        out[row].copy_(torch.einsum("hqk,khd->qhd", weights, per_head(a, value)))
+        if lse is not None:
+            lse[row].copy_(total.transpose(0, 1)[..., None])
 
 
-def one_sequence(a: Arguments, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """softmax(scale * q k^T) v for query [q, heads, D], key and value [kv, KV, D]; float32 [q, heads, D]."""
-    key, value = (t.float().repeat_interleave(a.heads // a.kv_heads, 1) for t in (key, value))
-    scores = torch.einsum("qhd,khd->hqk", query.float(), key) * a.scale
-    q, kv = scores.shape[1:]
-    if a.sparse_mode == 3:
-        scores = scores.masked_fill(torch.ones(q, kv, dtype=torch.bool).triu(kv - q + 1), float("-inf"))
-    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), value)
+def per_head(a: Arguments, x: torch.Tensor) -> torch.Tensor:
+    """Key heads repeated for the query heads that share them (grouped-query attention)."""
+    return x.repeat_interleave(a.heads // a.kv_heads, 1)
+
+
+def query_rows(a: Arguments, x: torch.Tensor, layout: str = "") -> list[torch.Tensor]:
+    """Views [S, N, D], one a sequence, of a tensor in the query's layout (or another); short sequences lose their padding."""
+    layout = layout or a.q_layout
+    if a.packed:
+        tokens = x if layout == "TND" else x.transpose(0, 1)
+        return [tokens[start:end] for start, end in pairwise([0, *a.q_lens])]
+    order = {"BSND": (0, 1, 2, 3), "BNSD": (0, 2, 1, 3), "NBSD": (1, 2, 0, 3)}
+    batch = x.unflatten(-1, (a.heads, -1)) if layout == "BSH" else x.permute(order[layout])
+    lengths = list(a.q_lens or [])
+    if not lengths or a.query_length == 1:
+        return list(batch)
+    return [t[:n] for t, n in zip(batch, lengths * a.batch if len(lengths) == 1 else lengths)]
+
+
+def lse_rows(a: Arguments) -> list[torch.Tensor] | None:
+    """lse is [T, N, 1] for packed queries and [B, N, S, 1] for others."""
+    if not a.want_lse:
+        return None
+    if a.packed:
+        return [a.lse[start:end] for start, end in pairwise([0, *a.q_lens])]
+    return [t.transpose(0, 1)[: len(q)] for t, q in zip(a.lse, query_rows(a, a.query))]
+
+
+def rows(a: Arguments, cache: torch.Tensor, row: int, length: int) -> torch.Tensor:
+    """Keys [length, KV, D] of a sequence, out of pages in either layout or out of a tensor in the query's layout."""
+    if a.block_table is not None:
+        blocks = cache[a.block_table[row, : -(-length // a.block_size)].long()]
+        heads = blocks.unflatten(-1, (a.kv_heads, -1)) if cache.dim() == 3 else blocks.transpose(1, 2)
+        return heads.flatten(0, 1)[:length]
+    if a.packed:
+        start = sum(kv_lengths(a)[:row])
+        return (cache if a.q_layout == "TND" else cache.transpose(0, 1))[start : start + length]
+    one = cache[row]
+    if a.q_layout == "BSH":
+        return one.unflatten(-1, (a.kv_heads, -1))[:length]
+    return (one.transpose(0, 1) if a.q_layout == "BNSD" else one)[:length]
+
+
+def dequantised(a: Arguments, row: int, length: int, which: str) -> torch.Tensor:
+    """(x + offset) * scale in float32 for int8 keys or values, x as it is for others: [length, KV, D]."""
+    x = rows(a, getattr(a, which), row, length).float()
+    scale, offset, mode = (getattr(a, f"{which}_{part}") for part in ("scale", "offset", "mode"))
+    if scale is None:
+        return x
+    if offset is not None:
+        x = x + spread(a, offset.float(), mode, row, length)
+    return x * spread(a, scale.float(), mode, row, length)
+
+
+def spread(a: Arguments, values: torch.Tensor, mode: int, row: int, length: int) -> torch.Tensor:
+    """Scales of a quantisation mode for one sequence, broadcastable to [length, KV, D]."""
+    if mode == 0:
+        return values.reshape(1, a.kv_heads, -1) if values.numel() > 1 else values.reshape(1, 1, 1)
+    if mode == 1:
+        return values.reshape(a.batch, -1)[row, :length, None, None]
+    if mode == 2:
+        return values.reshape(1, a.kv_heads, 1)
+    if mode == 3:
+        return values[row, :, :length].transpose(0, 1)[..., None]
+    pages = values[a.block_table[row, : -(-length // a.block_size)].long()]
+    if mode == 4:
+        return pages.flatten()[:length, None, None]
+    return pages.transpose(1, 2).flatten(0, 1)[:length, :, None]
+
+
+def masked(a: Arguments, scores: torch.Tensor, row: int) -> torch.Tensor:
+    """Scores [N, S, KV] with -inf where the sparse mode or the mask hides a key."""
+    s, kv = scores.shape[1:]
+    i, j = torch.arange(s)[:, None], torch.arange(kv)[None]
+    hidden = torch.zeros(s, kv, dtype=torch.bool)
+    if a.sparse_mode in (0, 1) and a.mask is not None:
+        hidden = full_mask(a, row, s, kv)
+    if not ignores_mask(a):
+        if a.sparse_mode == 0 and a.mask is not None:
+            hidden = hidden | (j > i + a.next) | (j < i - a.pre)
+        elif a.sparse_mode == 2:
+            hidden = j > i
+        elif a.sparse_mode == 3:
+            hidden = j > i + kv - s
+        elif a.sparse_mode == 4:
+            hidden = (j > i + kv - s + a.next) | (j < i + kv - s - a.pre)
+    return scores.masked_fill(hidden, float("-inf"))
+
+
+def full_mask(a: Arguments, row: int, s: int, kv: int) -> torch.Tensor:
+    mask = a.mask.bool()
+    if mask.dim() == 2:
+        return mask[row : row + 1, :kv] if a.query_length == 1 else mask[:s, :kv]
+    mask = mask[:, 0] if mask.dim() == 4 else mask
+    return mask[row if len(mask) > 1 else 0, :s, :kv]
+
+
+def softmax(a: Arguments, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights [N, S, KV] and log of the sum of exponentials [N, S]; a learnable sink takes its share of the sum and gives nothing."""
+    if scores.shape[-1] == 0:
+        return scores, scores.new_full(scores.shape[:2], float("-inf"))
+    sink = getattr(a, "sink", None)
+    total = scores.logsumexp(-1)
+    if sink is not None:
+        total = torch.logaddexp(total, sink.float()[:, None])
+    return (scores - total[..., None]).exp(), total
 
 
 for _version, _signature in SIGNATURES.items():
