@@ -24,7 +24,8 @@ _INFERENCE = frozenset({"npu_rms_norm", "npu_add_rms_norm", "npu_swiglu", "npu_r
 @dataclass(frozen=True)
 class Chip:
     """One generation. `dtypes`: of activations, best first. `operators`: fused ones that it has. `wide_gamma`: a norm of 16
-    bits takes its weight in float32. `graphs`: steps can be captured. `streams`: what a process may use for captured graphs;
+    bits takes its weight in float32. `tiles`: quantised products gain by
+    FRACTAL_NZ. `graphs`: steps can be captured. `streams`: what a process may use for captured graphs;
     each graph takes one and each layer's attention in it one task group. `bandwidth`: bytes a second of its memory; `half`,
     `int8`: multiply-adds counted as two, a second, in 16 and 8 bits; 0 where not published."""
 
@@ -33,6 +34,7 @@ class Chip:
     dtypes: tuple[str, ...]
     operators: frozenset[str]
     wide_gamma: bool
+    tiles: bool
     graphs: bool
     streams: int
     bandwidth: float = 0.0
@@ -48,14 +50,16 @@ class Chip:
 _ALL = ("bfloat16", "float16", "float32")
 
 CHIPS: Mapping[str, Chip] = {
-    "310P": Chip("310P", "Atlas inference (310P)", ("float16", "float32"), _INFERENCE, False, False, 0, 204e9, 70e12, 140e12),
-    "910B": Chip("910B", "Atlas A2 (910B)", _ALL, FUSED, True, True, 1800, 1.6e12, 376e12, 752e12),
-    "910_93": Chip("910C", "Atlas A3 (910C)", _ALL, FUSED, True, True, 1800, 1.6e12, 400e12, 800e12),
-    "950": Chip("950", "Ascend 950", _ALL, FUSED, True, True, 1800, 1.6e12, 500e12, 1000e12),
+    "310P": Chip(
+        "310P", "Atlas inference (310P)", ("float16", "float32"), _INFERENCE, False, False, False, 0, 204e9, 70e12, 140e12
+    ),
+    "910B": Chip("910B", "Atlas A2 (910B)", _ALL, FUSED, True, True, True, 1800, 1.6e12, 376e12, 752e12),
+    "910_93": Chip("910C", "Atlas A3 (910C)", _ALL, FUSED, True, True, True, 1800, 1.6e12, 400e12, 800e12),
+    "950": Chip("950", "Ascend 950", _ALL, FUSED, True, True, True, 1800, 1.6e12, 500e12, 1000e12),
 }
 """By what follows "Ascend" in the device's name. 910C: figures of one of its two dies, which is what torch counts as a device."""
 
-OTHER = Chip("other", "this chip", ("float16", "float32"), frozenset(), False, False, 0)
+OTHER = Chip("other", "this chip", ("float16", "float32"), frozenset(), False, False, False, 0)
 """One that the table doesn't know: plain torch operations only."""
 
 

@@ -3,30 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from trivium.ops import Batch, Program, StateSpec
+from trivium.errors import UnsupportedError
+from trivium.ops import Batch, Program, StateSpec, Weight
 from trivium.plugin import Executable, Kernel
 from trivium_ascend.chips import chip_of
 from trivium_ascend.kernels.table import NpuKernel
 from trivium_ascend.pages import Blocks, TokenMajor
+from trivium_ascend.weights import GROUPS, make_quantised
 from trivium_torch.kernels.dense import linear
 from trivium_torch.pages import Carried, Layer, Paged
 from trivium_torch.session import TorchSession
+from trivium_torch.weights import Resident
+
+HALVES = (torch.float16, torch.bfloat16)
+QUANTISED = ("int8", "w8a8", "int4")
 
 
 class AscendSession(TorchSession):
-    """See trivium_torch.session. chip: what the device has; max_len: the longest sequence."""
+    """See trivium_torch.session. chip: what the device has; nz: whether numbers of 8 bits lie in tiles."""
 
     def __init__(self, backend: str, device: str, kernels: Sequence[Kernel], options: Mapping[str, Any]) -> None:
         super().__init__(backend, device, kernels, options)
         module = torch.get_device_module("npu")
         module.set_device(self.device)
         self.chip = chip_of(str(module.get_device_name(self.device)))
-        self.max_len = int(options.get("max_model_len") or 0)
+        self.nz = bool(options.get("nz", self.chip.tiles)) and self.chip.lacks("npu_format_cast") is None
+        if self.nz:
+            module.config.allow_internal_format = True  # of the process: without it a cast to tiles gives rows
         self._kept: dict[Any, tuple[Any, Any]] = {}
         self._all_kernels = kernels
 
@@ -43,7 +51,23 @@ class AscendSession(TorchSession):
 
     def linear(self, x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
         """The operator `linear`."""
-        return linear(self, (x, weight, bias), {})
+        if isinstance(weight, Tensor):
+            return linear(self, (x, weight, bias), {})
+        rows = x.reshape(-1, x.shape[-1])
+        y = weight.product(rows) if x.dtype in HALVES and len(rows) else None
+        if y is None:
+            return linear(self, (x, weight.to(x.dtype), bias), {})
+        y = y if bias is None else (y + bias).to(x.dtype)
+        return y.view(*x.shape[:-1], -1)
+
+    def make_weight(self, weight: Weight, format: str) -> Resident:
+        if format not in QUANTISED:
+            return super().make_weight(weight, format)
+        made = make_quantised(weight, format, self.device, self.dtype, self.nz)
+        if made is None:
+            message = f"{weight.name}{list(weight.shape)} can't be {format}: outputs are multiples of 8, inputs of {GROUPS[-1]}"
+            raise UnsupportedError(message, param="quantize")
+        return cast(Resident, made)
 
     def causal_mask(self) -> Tensor:
         """int8[2048, 2048], 1 above the diagonal: the form in which the attention operator takes every causal or banded mask."""

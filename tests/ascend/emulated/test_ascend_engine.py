@@ -1,7 +1,8 @@
-"""The whole engine on an emulated NPU: the tokens are the reference's, the fused operators ran, and nothing else was asked of the device.
+"""The whole engine on an emulated NPU: the tokens are the reference's, the fused operators ran, and nothing else was asked of
+the device.
 
-In float32 every token must be equal, drawn ones too. In float16 the greedy ones are: these models' best logits lie further apart
-than its rounding.
+In float32 every token must be equal, drawn ones too. In float16 the greedy ones are: these models' best logits lie further
+apart than its rounding.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from trivium import LLM, SamplingParams
 from trivium.engine import RequestState
 
 LOAD = {"progress": False, "strict": True}
-PROMPTS = [[(7 * i * i + n) % 250 for i in range(n)] for n in (1, 16, 37, 150)]
+PROMPTS = [[(7 * i * i + n) % 250 for i in range(n)] for n in (1, 16, 37, 130)]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 DRAWN = [
     GREEDY, SamplingParams(temperature=0.9, seed=5, max_tokens=8, ignore_eos=True),
@@ -25,7 +26,7 @@ MODELS = {
     "wide heads": ("llama", {"head_dim": 128}),
     "narrow heads": ("llama", {"head_dim": 64}),
     "odd heads": ("qwen3", {"head_dim": 24}),
-    "window": ("mistral", {"head_dim": 128}),
+    "window": ("mistral", {"head_dim": 128, "sliding_window": 20}),
     "two windows": ("gemma3", {"head_dim": 32}),
     "soft cap": ("gemma2", {"head_dim": 32}),
     "biases": ("qwen2", {"head_dim": 32}),
@@ -45,10 +46,12 @@ def folders(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def wanted(folders):
-    """By the reference, greedy and drawn."""
+    """Greedy and drawn tokens by the reference; of most models by trivium_torch on the host in float32, which tests/torch holds
+    to it and which takes a tenth of the time."""
     found = {}
     for name, folder in folders.items():
-        with LLM(folder, "reference", num_kv_blocks=60, block_size=16, **LOAD) as llm:
+        oracle = "reference" if name == "window" else "torch:cpu"
+        with LLM(folder, oracle, num_kv_blocks=60, block_size=16, dtype="float32", kv_dtype="float32", **LOAD) as llm:
             found[name] = ids(llm.generate(PROMPTS, GREEDY)), ids(llm.generate(PROMPTS, DRAWN))
     return found
 
@@ -76,7 +79,8 @@ def test_in_float16_greedy_tokens_are_the_reference_s(npu, folders, wanted, mode
 
 
 def test_wide_heads_are_one_attention_call_a_layer_and_step(npu, folders):
-    """Eight steps of two layers: all prompts together, then seven decodes; and every call of the step is a fused one or a product."""
+    """Eight steps of two layers: all prompts together, then seven decodes; and every call of the step is a fused one or a
+    product."""
     on_npu(folders["wide heads"], GREEDY)
     names = npu.log.names
     assert {name: names.count(name) for name in set(names)} == {
@@ -86,10 +90,12 @@ def test_wide_heads_are_one_attention_call_a_layer_and_step(npu, folders):
     assert not set(npu.log.aten) & {"bmm", "_softmax", "rms_norm", "pow", "rsqrt", "silu"}
     first, last = npu.log.calls[0], npu.log.last(FIA)
     assert first.name == "aclnnRmsNorm" and last.layout == "TND" and last.block_size == 128
-    assert last.q_lens == [1, 2, 3, 4] and sorted(last.kv_lens) == [8, 23, 44, 157]
+    assert last.q_lens == [1, 2, 3, 4] and sorted(last.kv_lens) == [8, 23, 44, 137]
 
 
-@pytest.mark.parametrize("settings", [{"max_num_batched_tokens": 16}, {"max_num_seqs": 2}, {"enable_prefix_caching": False}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{"max_num_batched_tokens": 16}, {"max_num_seqs": 2}, {"enable_prefix_caching": False}], ids=str
+)
 @pytest.mark.parametrize("model", ["wide heads", "window", "narrow heads"])
 def test_no_schedule_changes_the_tokens(npu, folders, wanted, model, settings):
     assert on_npu(folders[model], GREEDY, **settings) == wanted[model][0]
@@ -97,10 +103,10 @@ def test_no_schedule_changes_the_tokens(npu, folders, wanted, model, settings):
 
 def test_requests_move_to_and_from_the_npu(npu, folders, wanted):
     """Pages leave in the neutral format in the middle of decoding and continue elsewhere."""
-    for source, target in (("reference", "ascend"), ("ascend", "reference")):
-        options = {"ascend": {"dtype": "float16", "kv_dtype": "float16", "num_kv_blocks": 12}, "reference": {"num_kv_blocks": 60}}
-        options["reference"] |= {"kv_dtype": "float16", "block_size": 16}
-        a, b = (LLM(folders["wide heads"], name, **LOAD, **options[name]) for name in (source, target))
+    for source, target in (("torch:cpu", "ascend"), ("ascend", "torch:cpu")):
+        pages = {"ascend": {"num_kv_blocks": 12}, "torch:cpu": {"num_kv_blocks": 60, "block_size": 16}}
+        options = {**LOAD, "dtype": "float16", "kv_dtype": "float16"}
+        a, b = (LLM(folders["wide heads"], name, **options, **pages[name]) for name in (source, target))
         with a as first, b as second:
             numbers = [first.engine.add_request(prompt, GREEDY) for prompt in PROMPTS]
             for _ in range(4):

@@ -47,10 +47,15 @@ def full_turns(
     def make() -> tuple[Tensor, Tensor]:
         cos, sin = (t.to(dtype) for t in turns(session, positions, inv_freq, scale))
         if interleaved:
-            return cos.repeat_interleave(2, dim=-1), sin.repeat_interleave(2, dim=-1)
+            return twice(cos), twice(sin)
         return torch.cat([cos, cos], dim=-1), torch.cat([sin, sin], dim=-1)
 
     return session.once(("turns", id(positions), id(inv_freq), scale, dtype, interleaved), make)  # type: ignore[no-any-return]
+
+
+def twice(x: Tensor) -> Tensor:
+    """Each number of a row two times, side by side."""
+    return torch.stack([x, x], dim=-1).flatten(-2)
 
 
 def rope(session: AscendSession, args: Args, attrs: Attrs) -> Tensor:
