@@ -8,13 +8,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from trivium.errors import UnsupportedError
 from trivium.ops import Batch, Program, StateSpec, Weight
 from trivium.plugin import Executable, Kernel
+from trivium_ascend.arrange import arrange
 from trivium_ascend.chips import chip_of
 from trivium_ascend.kernels.table import NpuKernel
 from trivium_ascend.pages import Blocks, TokenMajor
-from trivium_ascend.weights import GROUPS, make_quantised
+from trivium_ascend.weights import make_quantised
 from trivium_torch.kernels.dense import linear
 from trivium_torch.pages import Carried, Layer, Paged
 from trivium_torch.session import TorchSession
@@ -37,6 +37,7 @@ class AscendSession(TorchSession):
             module.config.allow_internal_format = True  # of the process: without it a cast to tiles gives rows
         self._kept: dict[Any, tuple[Any, Any]] = {}
         self._all_kernels = kernels
+        self._joined: dict[tuple[int, int], Any] = {}
 
     def kept(self, owner: Any, key: Any, make: Callable[[], Any]) -> Any:
         """What `make` gives, made once for a weight or other object that lives as long as the session."""
@@ -47,7 +48,7 @@ class AscendSession(TorchSession):
 
     def joined(self, a: Any, b: Any) -> Any:
         """The one weight of which `a` and then `b` are the rows, or None if they don't lie together."""
-        return None
+        return self._joined.get((id(a), id(b)))
 
     def linear(self, x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
         """The operator `linear`."""
@@ -63,11 +64,13 @@ class AscendSession(TorchSession):
     def make_weight(self, weight: Weight, format: str) -> Resident:
         if format not in QUANTISED:
             return super().make_weight(weight, format)
-        made = make_quantised(weight, format, self.device, self.dtype, self.nz)
-        if made is None:
-            message = f"{weight.name}{list(weight.shape)} can't be {format}: outputs are multiples of 8, inputs of {GROUPS[-1]}"
-            raise UnsupportedError(message, param="quantize")
-        return cast(Resident, made)
+        return cast(Resident, make_quantised(weight, format, self.device, self.dtype))
+
+    def _replace(self, old: Any, new: Any) -> None:
+        """A weight that compile() put into another form is found in it from now on."""
+        for key, (resident, weight) in self._loaded.items():
+            if resident is old:
+                self._loaded[key] = new, weight
 
     def causal_mask(self) -> Tensor:
         """int8[2048, 2048], 1 above the diagonal: the form in which the attention operator takes every causal or banded mask."""
@@ -91,7 +94,8 @@ class AscendSession(TorchSession):
     def compile(self, program: Program, weights: Mapping[str, Any]) -> Executable:
         dtypes = self.options["dtype"], self.spec.dtype
         self.kernels = [k for k in self._all_kernels if not isinstance(k, NpuKernel) or k.takes(*dtypes)]
-        return super().compile(program, weights)
+        arranged, self._joined = arrange(program, weights, self._replace, self.nz)
+        return super().compile(program, arranged)
 
     def close(self) -> None:
         self._kept.clear()

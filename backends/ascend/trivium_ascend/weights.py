@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -108,16 +108,18 @@ def rounded_product(x: Tensor, numbers: Tensor, scales: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Groups4:
-    """(number + offset) * scale for each group of inputs. numbers int32[in, out / 8], eight of 4 bits each, the first output in the
-    lowest; scales and offsets [in / group, out] in the activations' dtype."""
+    """(number + offset) * scale for each group of inputs. numbers int32[in, wide / 8], eight of 4 bits each, the first output
+    in the lowest; scales and offsets [in / group, wide] in the activations' dtype. out: outputs, filled up to `wide`, a
+    multiple of 8."""
 
     numbers: Tensor
     scales: Tensor
     offsets: Tensor
+    out: int
 
     @property
     def shape(self) -> torch.Size:
-        return torch.Size((self.numbers.shape[1] * 8, self.numbers.shape[0]))
+        return torch.Size((self.out, self.numbers.shape[0]))
 
     @property
     def nbytes(self) -> int:
@@ -135,14 +137,14 @@ class Groups4:
         codes = (self.numbers[..., None] >> places & 15).flatten(1)
         whole = codes - ((codes >> 3) << 4)  # the fourth bit is a sign
         grouped = whole.to(torch.float32).unflatten(0, (-1, self.group)) + self.offsets.to(torch.float32)[:, None]
-        return (grouped * self.scales.to(torch.float32)[:, None]).flatten(0, 1).t().to(dtype)
+        return (grouped * self.scales.to(torch.float32)[:, None]).flatten(0, 1).t()[: self.out].to(dtype)
 
     def product(self, x: Tensor) -> Tensor | None:
         if max(self.shape) > WIDEST or self.group >= self.shape[1] or x.dtype != self.scales.dtype:
             return None
-        return npu.npu_weight_quant_batchmatmul(  # type: ignore[no-any-return]
-            x, self.numbers, self.scales, self.offsets, antiquant_group_size=self.group
-        )
+        group = self.group
+        y = npu.npu_weight_quant_batchmatmul(x, self.numbers, self.scales, self.offsets, antiquant_group_size=group)
+        return y if y.shape[1] == self.out else y[:, : self.out]  # type: ignore[no-any-return]
 
 
 def lattice(x: Tensor, steps: int) -> Tensor:
@@ -201,31 +203,66 @@ def pack4(whole: Tensor) -> Tensor:
     return torch.where(packed >= 1 << 31, packed - (1 << 32), packed).to(torch.int32)
 
 
-def make_quantised(weight: Weight, format: str, device: torch.device, dtype: torch.dtype, nz: bool) -> Quantised | None:
-    """A weight in one of the quantised formats; None if its sizes don't allow it."""
+def make_quantised(weight: Weight, format: str, device: torch.device, dtype: torch.dtype) -> Rows8 | Groups4:
+    """A weight in one of the quantised formats, in rows. What 4 bits can't hold (experts, inputs that are not whole groups) has
+    8."""
     x, stored = floats_of(weight, torch.float32), weight.format not in PLAIN
-    if format == "int4":
+    if format == "int4" and x.dim() == 2 and x.shape[1] % GROUPS[-1] == 0:
         return _make4(x, stored, device, dtype)
     numbers, scales = rows8(x, stored)
-    made = Rows8(numbers.to(device), scales.to(device), format == "w8a8")
-    return tiles(made) if nz and made.rounds and x.dim() == 2 and max(x.shape) <= WIDEST else made
+    return Rows8(numbers.to(device), scales.to(device), format == "w8a8")
 
 
-def tiles(made: Rows8) -> Tiles8:
+def _make4(x: Tensor, stored: bool, device: torch.device, dtype: torch.dtype) -> Groups4:
+    out = x.shape[0]
+    x = torch.nn.functional.pad(x, (0, 0, 0, -out % 8))
+    sizes = [g for g in GROUPS if x.shape[1] % g == 0]
+    tried = ((group, groups4(x, group, dtype, True)) for group in sizes if stored)
+    exact = next((found[:3] for _, found in tried if found[3]), None)
+    whole, scales, offsets = exact or groups4(x, GROUP if GROUP in sizes else GROUPS[-1], dtype, stored)[:3]
+    return Groups4(pack4(whole).to(device), scales.to(device), offsets.to(device), out)
+
+
+def tiled(made: Any) -> Any:
+    """Rows8 that an 8-bit product takes, as tiles; anything else as it is."""
+    if not isinstance(made, Rows8) or not made.rounds or made.numbers.dim() != 2 or max(made.shape) > WIDEST:
+        return made
     return Tiles8(npu.npu_format_cast(made.numbers.t().contiguous(), FRACTAL_NZ), made.scales)
 
 
-def _make4(x: Tensor, stored: bool, device: torch.device, dtype: torch.dtype) -> Groups4 | None:
-    if x.dim() != 2 or x.shape[0] % 8 or x.shape[1] % GROUPS[-1]:
+def joined(a: Any, b: Any) -> Any:
+    """One weight whose rows are a's and then b's; None where they are of different kinds."""
+    if isinstance(a, Tensor) and isinstance(b, Tensor) and a.dtype == b.dtype:
+        return torch.cat([a, b])
+    if isinstance(a, Rows8) and isinstance(b, Rows8) and a.rounds == b.rounds:
+        return Rows8(torch.cat([a.numbers, b.numbers]), torch.cat([a.scales, b.scales]), a.rounds)
+    if isinstance(a, Groups4) and isinstance(b, Groups4) and a.group == b.group and a.out % 8 == 0:
+        pairs = zip((a.numbers, a.scales, a.offsets), (b.numbers, b.scales, b.offsets), strict=True)
+        return Groups4(*(torch.cat(pair, dim=1) for pair in pairs), a.out + b.out)
+    return None
+
+
+@dataclass(frozen=True)
+class Part:
+    """Rows start..stop of a weight that was joined with another: what is left of either."""
+
+    whole: Any
+    start: int
+    stop: int
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((self.stop - self.start, *self.whole.shape[1:]))
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.whole.nbytes * (self.stop - self.start) // self.whole.shape[0])
+
+    def __getitem__(self, index: int | slice | Tensor) -> Tensor:
+        return self.to(torch.float32)[index]
+
+    def to(self, dtype: torch.dtype) -> Tensor:
+        return self.whole.to(dtype)[self.start : self.stop]  # type: ignore[no-any-return]
+
+    def product(self, x: Tensor) -> Tensor | None:
         return None
-    sizes = [g for g in GROUPS if x.shape[1] % g == 0]
-    found = None
-    for group in sizes if stored else ():
-        *found, exact = groups4(x, group, dtype, True)
-        if exact:
-            break
-    else:
-        group = GROUP if GROUP in sizes else GROUPS[-1]
-        *found, _ = groups4(x, group, dtype, stored)
-    whole, scales, offsets = found
-    return Groups4(pack4(whole).to(device), scales.to(device), offsets.to(device))

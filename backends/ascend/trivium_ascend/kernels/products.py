@@ -10,7 +10,6 @@ from torch import Tensor
 
 from trivium_ascend.kernels.table import NpuKernel
 from trivium_ascend.session import AscendSession
-from trivium_ascend.weights import Groups4, Rows8, Tiles8
 from trivium_torch.kernels.dense import Args, Attrs
 from trivium_torch.kernels.dense import embedding as plain_embedding
 
@@ -25,7 +24,7 @@ def linear(session: AscendSession, args: Args, attrs: Attrs) -> Tensor:
 def embedding(session: AscendSession, args: Args, attrs: Attrs) -> Tensor:
     """Rows of a quantised table are gathered before they become numbers of 16 bits."""
     ids, weight = args
-    if not isinstance(weight, Rows8 | Tiles8 | Groups4):
+    if isinstance(weight, Tensor):
         return plain_embedding(session, args, attrs)
     rows: Any = weight[ids]
     return (rows.to(torch.float32) * attrs["scale"]).to(session.dtype)  # type: ignore[no-any-return]
