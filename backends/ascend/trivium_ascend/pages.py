@@ -130,7 +130,7 @@ def host_table(
     """int32[S, pages]: each sequence's pages from that of position `first` to its last; beyond, the page of zeros: the operator
     doesn't look, but a number that is no page must not stand there. ProgramError if a page is missing."""
     start, stop = first // step.page_size, -(-contexts // step.page_size)
-    at = start[:, None] + np.arange(int((stop - start).max()))
+    at = start[:, None] + np.arange(int((stop - start).max(initial=0)))
     wanted = at < stop[:, None]
     found = step.table[seqs[:, None], np.where(wanted, at, 0)]
     if (wanted & (found < 0)).any():

@@ -52,6 +52,7 @@ class AscendBackend(TorchBackend):
         formats = sorted(FORMATS, key=lambda f: (*chip.dtypes, f.name).index(f.name))
         return Capabilities(
             dtypes=chip.dtypes, weight_formats=tuple(formats), kv_dtypes=(*chip.dtypes, "int8"), page_sizes=PAGE_SIZES,
+            asynchronous=True, graph_capture=chip.graphs, max_graphs=chip.streams, graph_cost=lambda layers: layers + 1,
             collectives=True, unsupported=_lacking(chip),
         )  # fmt: skip
 

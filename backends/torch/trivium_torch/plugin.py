@@ -89,7 +89,7 @@ class TorchBackend(Backend):
         return TorchSession
 
     def open(self, device: Device, options: Mapping[str, Any]) -> Session:
-        known = sorted(_CONTRACT_OPTIONS | self.options)
+        known = sorted(_CONTRACT_OPTIONS | self.options | ({"graph_sizes"} if self.capabilities(device).graph_capture else set()))
         if unknown := sorted(options.keys() - set(known)):
             raise InvalidRequestError(f"the {self.name} backend has no option {', '.join(unknown)}; it has {', '.join(known)}")
         _set_threads(options.get("threads"))

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from trivium.ops import Call
 from trivium_ascend.kernels.table import HALVES, NpuKernel, first
-from trivium_ascend.operators import npu
 from trivium_ascend.pages import Blocks, Reads, by_length, pieces, whole
 from trivium_ascend.session import AscendSession
 from trivium_torch.kernels.attention import paged_attention as plain
@@ -66,11 +65,10 @@ def packed(session: AscendSession, args: Args, attrs: Attrs) -> Tensor:
     sink = None if sinks is None else session.kept(sinks, "sinks", lambda: as_sinks(sinks))
     if sinks is not None and sink is None:
         return plain(session, args, attrs)
-    y, _ = npu.npu_fused_infer_attention_score_v2(
+    return session.attention(
         q.contiguous(), *map(flat, kv.blocks), actual_seq_qlen=seen.ends, actual_seq_kvlen=seen.lengths, block_table=seen.table,
         input_layout="TND", learnable_sink=sink, **options(kv, q, attrs), **masked(session, attrs),
     )  # fmt: skip
-    return y  # type: ignore[no-any-return]
 
 
 def as_sinks(sinks: Tensor) -> Tensor | None:
@@ -96,11 +94,11 @@ def alike(session: AscendSession, q: Tensor, kv: Blocks, seen: Reads, attrs: Att
     """Sequences with equally many queries: q[S * queries, heads, n] in the layout [S, queries, heads * n]."""
     count = len(seen.lengths)
     mask = single_mask(session, kv, seen, attrs) if seen.widest == 1 else masked(session, attrs)
-    y, _ = npu.npu_fused_infer_attention_score_v2(
+    y = session.attention(
         q.reshape(count, seen.widest, -1), *map(flat, kv.blocks), actual_seq_qlen=[seen.widest] * count,
         actual_seq_kvlen=seen.lengths, block_table=seen.table, input_layout="BSH", **options(kv, q, attrs), **mask,
     )  # fmt: skip
-    return y.view(*q.shape[:2], -1)  # type: ignore[no-any-return]
+    return y.view(*q.shape[:2], -1)
 
 
 def single_mask(session: AscendSession, kv: Blocks, seen: Reads, attrs: Attrs) -> dict[str, Any]:
@@ -169,12 +167,12 @@ def latent(session: AscendSession, args: Args, attrs: Attrs) -> Tensor:
     seen = pieces(kv.step, PIECE)
     mask = {"sparse_mode": 0} if seen.widest == 1 else {"sparse_mode": RIGHT_DOWN, "atten_mask": session.causal_mask()}
     k, turned = map(flat, kv.blocks)
-    y, _ = npu.npu_fused_infer_attention_score_v2(
+    y = session.attention(
         q_latent, k, k, query_rope=q_rope, key_rope=turned, actual_seq_qlen=seen.ends,
         actual_seq_kvlen=seen.lengths, block_table=seen.table, block_size=kv.step.page_size, input_layout="TND",
         num_query_heads=q_latent.shape[1], num_key_value_heads=1, softmax_scale=attrs["scale"], **mask,
     )  # fmt: skip
-    return y.to(dtype)  # type: ignore[no-any-return]
+    return y.to(dtype)
 
 
 def latent_fits(call: Call) -> str | None:
