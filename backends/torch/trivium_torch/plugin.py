@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from trivium.errors import InvalidRequestError, UnsupportedError
 from trivium.plugin import API_VERSION, Backend, Capabilities, Device, Kernel, Probe, Session, hookimpl
 from trivium_torch.formats import DTYPES, FORMATS
+from trivium_torch.loading import import_torch
 
 if TYPE_CHECKING:
     from trivium_torch.session import TorchSession
@@ -33,6 +34,7 @@ class TorchBackend(Backend):
 
     def probe(self) -> Probe:
         try:
+            import_torch()
             import torch
         except ModuleNotFoundError as e:
             return Probe((), "torch is not installed: pip install trivium[torch]" if e.name == "torch" else f"torch: {e}")
@@ -87,7 +89,7 @@ class TorchBackend(Backend):
         return TorchSession
 
     def open(self, device: Device, options: Mapping[str, Any]) -> Session:
-        known = sorted(_CONTRACT_OPTIONS | self.options)
+        known = sorted(_CONTRACT_OPTIONS | self.options | ({"graph_sizes"} if self.capabilities(device).graph_capture else set()))
         if unknown := sorted(options.keys() - set(known)):
             raise InvalidRequestError(f"the {self.name} backend has no option {', '.join(unknown)}; it has {', '.join(known)}")
         _set_threads(options.get("threads"))

@@ -101,6 +101,11 @@ def fixed(fraction: npt.NDArray[np.float32]) -> npt.NDArray[np.int64]:
     return (fraction * np.float32(2**BITS)).astype(np.int64)
 
 
+def is_number(x: Tensor) -> Tensor:
+    """Neither infinite nor NaN, in operations that every device has compiled."""
+    return x.abs() < torch.inf
+
+
 def part(total: Tensor, fraction: Tensor) -> Tensor:
     """floor(total * fraction / 2**31), in two halves that 64 bits hold."""
     high, low = total >> BITS, total & (2**BITS - 1)
@@ -111,7 +116,7 @@ def draw(session: TorchSession, x: Tensor, best: Tensor, inputs: SampleInputs, r
     """Stages 6 to 13 for x[rows, vocab], the edited logits of rows with temperature > 0; `best`: the first in order of each."""
     y = x / session.upload(inputs.temperature[rows])[:, None]
     peak = y.amax(dim=-1, keepdim=True)
-    d = torch.where(torch.isfinite(peak), y - peak, -torch.inf)
+    d = torch.where(is_number(peak), y - peak, -torch.inf)
     e, w = exp_weights(d)
     top_k, top_p, min_p = inputs.top_k[rows], inputs.top_p[rows], inputs.min_p[rows]
     if (top_k > 0).any() or (top_p < 1).any():
@@ -121,7 +126,7 @@ def draw(session: TorchSession, x: Tensor, best: Tensor, inputs: SampleInputs, r
     sums = w.cumsum(dim=-1)
     u = session.upload(uniform(inputs.seed[rows], inputs.position[rows]))
     ids = torch.searchsorted(sums, part(sums[:, -1], u)[:, None], right=True)[:, 0]
-    return torch.where(torch.isfinite(peak[:, 0]), ids, best)
+    return torch.where(is_number(peak[:, 0]), ids, best)
 
 
 def first_in_order(

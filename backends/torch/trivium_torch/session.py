@@ -35,7 +35,7 @@ class TorchExecutable(EagerExecutable):
 
 class TorchSession(Session):
     """See plugin.Session. For subclasses: upload, allocate, memory_info, synchronize, draws,
-    make_weight, kv_store, compile.
+    make_weight, make_layer, kv_store, compile.
 
     backend: its name; device: torch's name; options: those of open(), with a definite "dtype".
     """
@@ -138,13 +138,17 @@ class TorchSession(Session):
         self.spec, self._pages = spec, pages
         try:
             for slot, state in _geometries(spec):
-                self._layers[slot, state] = Layer(state, spec.page_size, spec.dtype, pages, self.allocate)
+                self._layers[slot, state] = self.make_layer(state)
         except (RuntimeError, MemoryError) as e:  # torch's own refusal is a RuntimeError
             self._layers.clear()
             raise CapacityError(message) from e
         placed = (spec.group_of(i) for i in range(sum(len(g.states) for g in spec.groups)))
         self._places = tuple((group, self._layer(group, slot)) for group, slot in placed)
         self._kv_bytes = sum(t.nbytes for layer in self._layers.values() for t in layer.tensors())
+
+    def make_layer(self, state: StateSpec) -> Layer:
+        """The memory of one layer slot, for the pages that kv_store() was asked for."""
+        return Layer(state, self.spec.page_size, self.spec.dtype, self._pages, self.allocate)
 
     def _layer(self, group: int, slot: int) -> Layer:
         return self._layers[slot, _geometry(self.spec.groups[group].spec)]

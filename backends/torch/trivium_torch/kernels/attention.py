@@ -74,13 +74,18 @@ def with_sink(scores: Tensor, sinks: Tensor) -> Tensor:
     return torch.cat([first, scores], dim=-1).softmax(dim=-1)[..., 1:]
 
 
+def spread_sinks(sinks: Tensor, kv_heads: int, queries: int) -> Tensor:
+    """sinks[heads] as [kv_heads, repeat * queries] in float32."""
+    return sinks.to(F32).view(kv_heads, -1, 1).expand(-1, -1, queries).reshape(kv_heads, -1)
+
+
 def paged_attention(session: TorchSession, args: Args, attrs: Attrs) -> Tensor:
     q, kv, _, _, sinks = args
     kv_heads = kv.k.parts[0].shape[0]
 
     def one(span: Span) -> Tensor:
         k, v = kv.k.read(span.slots).to(F32), kv.v.read(span.slots).to(F32)
-        rows = None if sinks is None else sinks.to(F32).view(kv_heads, -1).repeat_interleave(span.rows.shape[1], dim=1)
+        rows = None if sinks is None else spread_sinks(sinks, kv_heads, span.rows.shape[1])
         return attend(
             session, queries(q, span, kv_heads).to(F32), k, v, span, scale=attrs["scale"], softcap=attrs["softcap"], sinks=rows
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -58,10 +59,14 @@ def rope_write(session: TorchSession, args: Args, attrs: Attrs) -> tuple[Tensor,
     return both[:, :heads], kv
 
 
-_BIASES = frozenset({"bg", "bu"})
+PATTERNS: Mapping[str, Pattern] = {
+    "add_norm": Pattern("add_norm", _add_norm), "gate_up": Pattern("gate_up", _gate_up, frozenset({"bg", "bu"})),
+    "rope_write": Pattern("rope_write", _rope_write),
+}  # fmt: skip
+"""By name, for those who have kernels of their own for them."""
 
 KERNELS = (
-    Kernel(Pattern("add_norm", _add_norm), add_norm, "add, rms_norm"),
-    Kernel(Pattern("gate_up", _gate_up, _BIASES), gate_up, "linear, linear, gated"),
-    Kernel(Pattern("rope_write", _rope_write), rope_write, "rope, rope, kv_write"),
+    Kernel(PATTERNS["add_norm"], add_norm, "add, rms_norm"),
+    Kernel(PATTERNS["gate_up"], gate_up, "linear, linear, gated"),
+    Kernel(PATTERNS["rope_write"], rope_write, "rope, rope, kv_write"),
 )

@@ -1,0 +1,69 @@
+"""What each generation of chips has, in one table: everything else in this package asks it and never a chip's name.
+
+Names are those that torch_npu.npu.get_device_name() gives. Which operator runs where is stated by torch-npu's documentation of
+each; memory, bandwidth and arithmetic are Huawei's published figures, used for docs/ascend.md only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+FUSED = frozenset({
+    "npu_rms_norm", "npu_add_rms_norm", "npu_swiglu", "npu_rotary_mul", "npu_mrope", "npu_scatter_pa_kv_cache",
+    "npu_fused_infer_attention_score_v2", "npu_dynamic_quant", "npu_quant_matmul", "npu_weight_quant_batchmatmul",
+    "npu_grouped_matmul", "npu_moe_gating_top_k", "npu_moe_gating_top_k_softmax", "npu_moe_init_routing_v2",
+    "npu_moe_token_unpermute", "npu_top_k_top_p", "npu_format_cast",
+})  # fmt: skip
+"""Operators that A2 and A3 have."""
+
+_INFERENCE = frozenset({"npu_rms_norm", "npu_add_rms_norm", "npu_swiglu", "npu_rotary_mul", "npu_format_cast"})
+"""Those of them that the inference cards have, too, in a form that is used here."""
+
+
+@dataclass(frozen=True)
+class Chip:
+    """One generation. `dtypes`: of activations, best first. `operators`: fused ones that it has. `wide_gamma`: a norm of 16
+    bits takes its weight in float32. `tiles`: quantised products gain by
+    FRACTAL_NZ. `graphs`: steps can be captured. `streams`: what a process may use for captured graphs;
+    each graph takes one and each layer's attention in it one task group. `bandwidth`: bytes a second of its memory; `half`,
+    `int8`: multiply-adds counted as two, a second, in 16 and 8 bits; 0 where not published."""
+
+    name: str
+    series: str
+    dtypes: tuple[str, ...]
+    operators: frozenset[str]
+    wide_gamma: bool
+    tiles: bool
+    graphs: bool
+    streams: int
+    bandwidth: float = 0.0
+    half: float = 0.0
+    int8: float = 0.0
+
+    def lacks(self, *operators: str) -> str | None:
+        """Why a kernel made of these operators can't run here; None if it can."""
+        gone = sorted(set(operators) - self.operators)
+        return f"{self.series} has no {', '.join(gone)}" if gone else None
+
+
+_ALL = ("bfloat16", "float16", "float32")
+
+CHIPS: Mapping[str, Chip] = {
+    "310P": Chip(
+        "310P", "Atlas inference (310P)", ("float16", "float32"), _INFERENCE, False, False, False, 0, 204e9, 70e12, 140e12
+    ),
+    "910B": Chip("910B", "Atlas A2 (910B)", _ALL, FUSED, True, True, True, 1800, 1.6e12, 376e12, 752e12),
+    "910_93": Chip("910C", "Atlas A3 (910C)", _ALL, FUSED, True, True, True, 1800, 1.6e12, 400e12, 800e12),
+    "950": Chip("950", "Ascend 950", _ALL, FUSED, True, True, True, 1800, 1.6e12, 500e12, 1000e12),
+}
+"""By what follows "Ascend" in the device's name. 910C: figures of one of its two dies, which is what torch counts as a device."""
+
+OTHER = Chip("other", "this chip", ("float16", "float32"), frozenset(), False, False, False, 0)
+"""One that the table doesn't know: plain torch operations only."""
+
+
+def chip_of(name: str) -> Chip:
+    """The chip of a device's name, for example "Ascend910B1", "Ascend910_9391" or "Ascend310P3"."""
+    rest = name.removeprefix("Ascend")
+    return next((chip for prefix, chip in CHIPS.items() if rest.startswith(prefix)), OTHER)

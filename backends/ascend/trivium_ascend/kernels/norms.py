@@ -1,0 +1,55 @@
+"""RMS norms. Each reads x once and writes y once, 2 bytes a number and way in 16 bits, and about 4 operations a number."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trivium.ops import Call
+from trivium_ascend.kernels.table import NpuKernel
+from trivium_ascend.operators import npu
+from trivium_ascend.session import AscendSession
+from trivium_torch.kernels.dense import Args, Attrs
+from trivium_torch.kernels.fused import PATTERNS
+
+
+def gamma(session: AscendSession, weight: Tensor, offset: float, dtype: torch.dtype) -> Tensor:
+    """offset + weight in a dtype, made once."""
+    return session.kept(weight, ("gamma", offset, dtype), lambda: (weight + offset if offset else weight).to(dtype))  # type: ignore[no-any-return]
+
+
+def rms_norm(session: AscendSession, args: Args, attrs: Attrs) -> Tensor:
+    """The factor stays in float32 where the chip mixes dtypes."""
+    x, weight = args
+    if not x.numel():
+        return x  # type: ignore[no-any-return]
+    dtype = torch.float32 if session.chip.wide_gamma else x.dtype
+    return npu.npu_rms_norm(x, gamma(session, weight, attrs["offset"], dtype), attrs["eps"])[0]  # type: ignore[no-any-return]
+
+
+def add_norm(session: AscendSession, args: Args, attrs: Attrs) -> tuple[Tensor, Tensor]:
+    """(x + y, its norm); the operator wants one dtype for all three."""
+    x, y, weight = args
+    if not x.numel():
+        return x, x
+    factor = gamma(session, weight, attrs["offset"], x.dtype)
+    normed, _, total = npu.npu_add_rms_norm(x.contiguous(), y.contiguous(), factor, attrs["eps"])
+    return total, normed
+
+
+def has_weight(call: Call) -> str | None:
+    return "the operator has no norm without a weight" if call.args[-1] is None else None
+
+
+def in_rank(call: Call) -> str | None:
+    value: Any = call.args[0]
+    width = value.shape[-1]
+    return None if isinstance(width, int) and width % 16 == 0 else f"a row of {width} numbers is not a multiple of 32 bytes"
+
+
+KERNELS = (
+    NpuKernel("rms_norm", rms_norm, "npu_rms_norm", 10, has_weight, ("npu_rms_norm",)),
+    NpuKernel(PATTERNS["add_norm"], add_norm, "npu_add_rms_norm", 10, has_weight, ("npu_add_rms_norm",)),
+)
