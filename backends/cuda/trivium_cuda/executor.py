@@ -42,14 +42,14 @@ class QueuedExecutable(Executable):
     """Runs a tape call by call."""
 
     def __init__(self, session: CudaSession, tape: Tape, vocab_size: int) -> None:
-        self._session, self._tape, self._vocab_size = session, tape, vocab_size
+        self._session, self.tape, self._vocab_size = session, tape, vocab_size
 
     def run(self, batch: Batch) -> Step:
         session = self._session
         with session.faults(batch.tokens, batch.seqs), session.api.active(), torch.inference_mode():
             arrays = session.stage(batch)
             session.begin(arrays, *extents(batch))
-            return self.finish(self._tape.run(arrays, batch), batch)
+            return self.finish(self.tape.run(arrays, batch), batch)
 
     def finish(self, outputs: Mapping[str, Tensor], batch: Batch) -> Step:
         """The step whose outputs are queued, with the sampling of its logits queued behind them."""
@@ -63,5 +63,12 @@ def extents(batch: Batch) -> tuple[int, int]:
 
 
 def compile_program(session: CudaSession, program: Program, weights: Mapping[str, Any]) -> Executable:
-    """An executable for a fused Program."""
-    return QueuedExecutable(session, Tape(session, program, weights), program.vocab_size)
+    """An executable for a fused Program, with graphs for the sizes that the session was opened with."""
+    tape = Tape(session, program, weights)
+    eager = QueuedExecutable(session, tape, program.vocab_size)
+    if not session.graph_sizes or tape.on_host:
+        session.graphs_are_captured()
+        return eager
+    from trivium_cuda.graphs import GraphExecutable
+
+    return GraphExecutable(session, eager, adapters=any(v.name == "adapters" for v in program.inputs))

@@ -7,7 +7,7 @@ from trivium_torch.formats import FORMATS as FLOATS
 
 TRITON_SINCE = (8, 0)
 """Below it (Turing and older) Triton's code for matrix products spills registers, and there is no bfloat16: such devices run
-trivium_torch's kernels only."""
+trivium_torch's kernels only, which plan on the host and so can't be captured in graphs."""
 PAGE_SIZES = (16, 32, 64, 128, 256)
 GRAPHS = 48
 """Batch sizes that may be captured; what they take of the memory is limited by the option graph_memory."""
@@ -32,6 +32,6 @@ def capabilities(capability: tuple[int, int]) -> Capabilities:
     dtypes = ("bfloat16", "float16", "float32") if modern else ("float16", "float32")
     return Capabilities(
         dtypes=dtypes, weight_formats=weight_formats(capability), kv_dtypes=(*dtypes, "int8"), page_sizes=PAGE_SIZES,
-        asynchronous=True, graph_capture=True, max_graphs=GRAPHS, collectives=True,
+        asynchronous=True, graph_capture=modern, max_graphs=GRAPHS if modern else 0, collectives=True,
         unsupported={} if modern else {"bfloat16": _NO_BFLOAT16},
     )  # fmt: skip

@@ -113,7 +113,8 @@ class Download:
         source = tensor.contiguous()
         self._pinned, self._block = pinned, pinned.take(source.nbytes)
         self._place = self._block[: source.nbytes].view(source.dtype).view(source.shape)
-        api.copy(self._place, source)
+        if source.nbytes:
+            api.copy(self._place, source)
         self._event = api.record()
 
     def wait(self) -> Array:
