@@ -77,8 +77,12 @@ def rope_write(session: CudaSession, args: Args, attrs: Attrs) -> tuple[Tensor, 
 
 
 def norm_rope_write(session: CudaSession, args: Args, attrs: Attrs) -> tuple[Tensor, DevicePaged]:
-    *inputs, kv = args
-    return rotary.norm_rope_write(*inputs, *stores(kv), kv.reads.slots, **attrs), kv
+    q, k, v, q_weight, k_weight, positions, inv_freq, kv = args
+    keys, values = stores(kv)
+    turned = rotary.norm_rope_write(
+        q, k, v, q_weight, k_weight, positions, inv_freq, keys, values, kv.reads.slots, **attrs
+    )  # fmt: skip
+    return turned, kv
 
 
 def _norm_rope_write(

@@ -1,6 +1,7 @@
 """The whole engine on trivium_cuda over an emulated device: the tokens are the reference's, and nothing waits but for them.
 
-A device of compute capability 7.5 runs trivium_torch's kernels in the same steps, quickly; one of 9.0 Triton's in the interpreter."""
+A device of compute capability 7.5 runs trivium_torch's kernels in the same steps, quickly; one of 9.0 Triton's, interpreted.
+"""
 
 from __future__ import annotations
 
@@ -183,7 +184,9 @@ def test_a_request_that_alone_has_no_memory_ends_with_the_numbers(tmp_path, old,
 
     with LLM(folder, "cuda_emulated", **LOAD) as llm:
         monkeypatch.setattr(Tape, "run", greedy_for_memory)
-        with pytest.raises(CapacityError, match="a step of 16 tokens in 1 sequences needs more memory than is free.*num_kv_blocks"):
+        with pytest.raises(
+            CapacityError, match=r"a step of 16 tokens in 1 sequences needs more memory than is free.*num_kv_blocks"
+        ):
             llm.generate(PROMPTS[1], GREEDY)
         monkeypatch.undo()
 
