@@ -32,21 +32,22 @@ attention      paged_attention(q[tokens, heads, n], keys: Store, values: Store, 
                latent_attention(q_latent, q_rope, latents: Store, ropes: Store, block_table, query_starts, context_lens, *,
                    page_size, max_queries, max_context, scale) -> y
 int4           Packed(codes uint8[..., in / 2, out], scales[..., groups, out], zeros[..., groups, out] | None, order int32[in] | None,
-                   group)
+                   group, inputs); its shape is [..., out, in]
                pack_int4(codes uint8[..., out, in], scales[..., out, groups], zeros[..., out, groups] | None, order | None)
                    -> Packed: weight = scale * (code - zero), zeros None: 8; order: input i of the codes is input order[i] of x
                pack_mxfp4(codes uint8[..., out, in], exponents uint8[..., out, in / 32]) -> Packed (scales uint8: exponent + 127)
                linear(x, packed, bias | None, *, invariant=False) -> y; unpack(packed, dtype) -> weight[..., out, in]
 int8           linear(x, numbers int8[out, in], scales float32[out, 1], bias | None, *, invariant=False) -> y, x as it comes
-               linear_rows(rows: Rows, numbers, scales, bias | None, dtype) -> y, whole numbers times whole numbers
+               linear_rows(rows: Rows, numbers, scales, bias | None, dtype) -> y, whole numbers times whole numbers, any batch alike
 fp8            linear(x, numbers float8_e4m3fn[out, in], scales, bias | None, *, invariant=False) -> y, x as it comes
                linear_rows(rows: Rows, numbers, scales, bias | None, dtype, *, invariant=False) -> y
                    scales float32: [1, 1], [out, 1] or, with quantise_blocks' rows or x as it comes, [out / 128, in / 128]
 experts        moe_experts(x, weights[tokens, top_k], ids int32[tokens, top_k], gate, up, down, gate_bias, up_bias, down_bias, *,
                    kind, limit, alpha, up_offset, invariant=False) -> y; gate, up, down: all float tensors or all Packed
-sampler        sample(logits[rows, width], columns: Columns, *, vocab_size, features, top_logprobs=-1) -> Chosen(ids int32[rows],
-                   logprobs, ranks, top_ids, top_logprobs); Columns are the device's copies of SampleInputs. Stages 2 to 6, 8,
-                   10, 11 and 13; for typical_p, top_n_sigma and XTC the reference is needed
+sampler        sample(logits[rows, width], columns: Columns, *, vocab_size, features: Features, top_logprobs=-1) -> Chosen(ids
+                   int32[rows], logprobs, ranks, top_ids, top_logprobs); Columns are the device's copies of SampleInputs, Features
+                   what any row asks for. Stages 2 to 6, 8, 10, 11 and 13; for typical_p, top_n_sigma and XTC the reference is
+                   needed
 recurrent      gated_delta_rule(q, k, v, g, beta, state float32[pages, heads, dk, dv], table int32[seqs], query_starts,
                    context_lens, *, scale) -> y; the state is changed in place
 """

@@ -222,18 +222,18 @@ def _combine(
 def tiles(few: bool, group: int, width: int, dtype: torch.dtype, kind: str, device: torch.device) -> Tile:
     """`width`: the head dimension, or the rank of latents. Nothing here depends on the batch. The table of pages takes one of a
     pipeline's stages, since where keys lie is loaded before they are."""
-    roomy = capability(device) in (80, 90, 100, 103)
-    wide = dtype == torch.float32
-    if few:
-        rows = FEW_ROWS if group <= FEW_ROWS or width > 256 or wide else min(power(group), 64)
-        if width > 256:
-            return Tile(rows, 16 if wide else 32, 4 if wide else 8, 2 if roomy and not wide else 1)
-        return Tile(rows, 32 if wide or width > 128 else 64, 4, 4 if roomy else 3)
+    chip, wide = capability(device), dtype == torch.float32
+    roomy, warpgroups = chip in (80, 90, 100, 103), chip in (90, 100, 103)
     if width > 256:
-        return Tile(16 if wide else 32, 16 if wide else 32, 4 if wide else 8, 2 if roomy and not wide else 1)
+        return Tile(16, 16, 4, 1) if wide else Tile(32 if roomy else 16, 32, 8, 2 if roomy else 1)
+    if few:
+        rows = FEW_ROWS if group <= FEW_ROWS or wide else min(power(group), 64)
+        return Tile(rows, 32 if wide or width > 128 else 64, 4, 4 if roomy else 3)
     if wide:
-        return Tile(16 if width > 128 else 32, 32, 4, 2 if width <= 128 else 1)
-    return Tile(128 if width <= 128 and not kind else 64, 64 if width <= 128 else 32, 8, 2)
+        return Tile(16, 32, 4, 1) if width > 128 else Tile(32, 32, 4, 2)
+    if width > 128:
+        return Tile(64, 32, 8, 2) if warpgroups else Tile(32, 32, 4, 2)
+    return Tile(64 if kind else 128, 64, 8, 2) if warpgroups else Tile(64, 32, 4, 3)
 
 
 class _Call(NamedTuple):
