@@ -1,11 +1,11 @@
-"""What a GPU makes of the cuda backend, in one call of less than ten minutes: the kit on the device, then decode and prefill of Llama
-3.2's shapes (1B, 3B, and 3.1's 8B) with random weights beside their floors and beside transformers with a static cache.
+"""What a GPU makes of the cuda backend, in one call of less than ten minutes: the kit on the device, then decode and prefill of
+Llama 3.2's shapes (1B, 3B, and 3.1's 8B) with random weights beside their floors and beside transformers with a static cache.
 
     python benchmarks/gpu_check.py [--backend cuda] [--seconds 540] [--shapes 1b,3b,8b] [--output benchmarks/results/NAME.json]
 
-Floors: of a decode step, the bytes of all weights that a step reads and of the keys and values of its sequences, over the bandwidth that
-a copy within the device reaches just before; of a prefill, its operations (two a weight and token but for the head, which computes one
-row; four a query, key, head and head dimension of causal attention) over the rate of a square product in the same dtype.
+Floors: of a decode step, the bytes of all weights that a step reads and of the keys and values of its sequences, over the bandwidth
+that a copy within the device reaches just before; of a prefill, its operations (two a weight and token but for the head, which
+computes one row; four a query, key, head and head dimension of causal attention) over the rate of a square product in its dtype.
 What doesn't fit the time is listed under "left_out". The kit's failures make the exit code 1.
 """
 
@@ -42,8 +42,8 @@ _LLAMA = {
 }  # fmt: skip
 SHAPES: dict[str, dict[str, Any]] = {
     "1b": {
-        **_LLAMA, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32, "head_dim": 64,
-        "tie_word_embeddings": True,
+        **_LLAMA, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
+        "head_dim": 64, "tie_word_embeddings": True,
     },
     "3b": {
         **_LLAMA, "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 28, "num_attention_heads": 24,
@@ -58,8 +58,8 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 class Sizes(NamedTuple):
-    """What is measured. context: tokens of each sequence before its decode steps are timed. probe: bytes that are copied, and side of
-    the square matrices that are multiplied, to find the ceilings."""
+    """What is measured. context: tokens of each sequence before its decode steps are timed. probe: bytes that are copied, and side
+    of the square matrices that are multiplied, to find the ceilings."""
 
     batches: tuple[int, ...] = (1, 8, 64, 256)
     prefills: tuple[int, ...] = (2048, 16384)
@@ -144,8 +144,8 @@ def open_model(lab: Lab, config: Mapping[str, Any], dtype: str, longest: int, se
     session.kv_store(spec, pages)
     executable = session.compile(fuse(lab, program), loaded)
     model = Model(
-        lab.backend, lab.capabilities, session, executable, spec, pages, program.vocab_size, longest, frozenset(), "random", None, 0,
-        Layout("random", lab.backend.name, spec),
+        lab.backend, lab.capabilities, session, executable, spec, pages, program.vocab_size, longest, frozenset(), "random", None,
+        0, Layout("random", lab.backend.name, spec),
     )  # fmt: skip
     return model, sum(read.values())
 

@@ -1,8 +1,8 @@
 """Decode steps as CUDA graphs: one graph for each batch size, replayed with the step's arrays at the addresses of its capture.
 
 A step of fewer sequences is padded: sequences behind the last one have no tokens, and tokens behind the last one belong to no
-sequence and are stored nowhere, so that nothing of them reaches the pages or the rows of others. What may differ between a capture and its
-replays is on the device; what a kernel is told by the host is an upper bound (max_context) or the size itself.
+sequence and are stored nowhere, so that nothing of them reaches the pages or the rows of others. What may differ between a capture
+and its replays is on the device; what a kernel is told by the host is an upper bound (max_context) or the size itself.
 """
 
 from __future__ import annotations
