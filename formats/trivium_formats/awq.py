@@ -13,7 +13,7 @@ import numpy as np
 from trivium.errors import CheckpointError
 from trivium.ops import Weight
 
-from trivium_formats.lazy import FLOATS, Array, Decoded, Floats
+from trivium_formats.lazy import FLOATS, Array, Decoded, Floats, Parts
 from trivium_formats.modules import Config, Hook, Module, Tensors, choice, join, unpack
 
 _PLACES = np.array([0, 4, 1, 5, 2, 6, 3, 7])
@@ -42,7 +42,12 @@ def _weight(module: Module) -> Weight:
         weights *= scales.decoder(scales.data[:, start:stop]).T[:, of]
         return weights
 
-    return Decoded((words * 8, size), "awq", decode, (codes, zeros, scales), "awq")
+    def parts(start: int, stop: int) -> Parts:
+        points = np.ascontiguousarray(_columns(zeros.data, start, stop).T)
+        steps = np.ascontiguousarray(scales.decoder(scales.data[:, start:stop]).T)
+        return {"codes": np.ascontiguousarray(_columns(codes.data, start, stop).T), "scales": steps, "zeros": points, "order": None}
+
+    return Decoded((words * 8, size), "awq", decode, (codes, zeros, scales), "awq", parts)
 
 
 def _columns(words: Array, start: int, stop: int) -> Array:

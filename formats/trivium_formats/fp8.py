@@ -12,10 +12,11 @@ from __future__ import annotations
 
 from functools import partial
 
+from trivium.errors import CheckpointError
 from trivium.ops import Weight
 
-from trivium_formats.grids import block_of, find_grid
-from trivium_formats.lazy import FLOATS, Decoded, Floats
+from trivium_formats.grids import block_of, find_grid, grid_shape
+from trivium_formats.lazy import FLOATS, Decoded, Floats, Parts
 from trivium_formats.modules import Config, Hook, Module, Tensors, choice, join, numbers
 
 _SCALES = (*FLOATS, "float8_e8m0")
@@ -40,7 +41,13 @@ def _weight(module: Module, *, scale: str, block: tuple[int, int] | None) -> Wei
     def decode(start: int, stop: int) -> Floats:
         return numbers(codes, start, stop) * grid.rows(start, stop)
 
-    return Decoded((out, size), "fp8", decode, (codes, grid.weight), f"fp8 {rows} {columns}")
+    def parts(start: int, stop: int) -> Parts:
+        if start % rows and (start, stop) != (0, out):
+            raise CheckpointError(f"{module.stem}: rows {start} to {stop} begin within a block of scales")
+        table = grid.weight.data.reshape(grid_shape((out, size), (rows, columns)))[start // rows : -(-stop // rows)]
+        return {"codes": codes.data[start:stop], "scales": grid.weight.decoder(table), "block": (rows, columns)}
+
+    return Decoded((out, size), "fp8", decode, (codes, grid.weight), f"fp8 {rows} {columns}", parts)
 
 
 fp8 = Hook(read)

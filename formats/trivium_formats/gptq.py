@@ -17,7 +17,7 @@ import numpy as np
 from trivium.errors import CheckpointError
 from trivium.ops import Weight
 
-from trivium_formats.lazy import FLOATS, Decoded, Floats
+from trivium_formats.lazy import FLOATS, Decoded, Floats, Parts
 from trivium_formats.modules import Config, Hook, Module, Tensors, check_groups, choice, join, unpack, unpack_columns
 
 
@@ -57,7 +57,21 @@ def _weight(module: Module, *, bits: int, group: int, less: int) -> Weight:
         weights *= scales.decoder(scales.data[:, start:stop]).T[:, of]
         return weights
 
-    return Decoded((out, rows * per), "gptq", decode, stored, f"gptq {bits} {group} {less}")
+    def parts(start: int, stop: int) -> Parts:
+        of = None if order is None else check_groups(module.stem, order.data, groups)
+        where = None if of is None else np.argsort(of, kind="stable").astype(np.int32)
+        if of is not None and (np.bincount(of, minlength=groups) != len(of) // groups).any():
+            raise CheckpointError(f"{module.stem}: groups have different numbers of inputs")
+        numbers = unpack(codes.data[:, start:stop].T, bits)
+        points = (unpack_columns(zeros.data, bits, start, stop) + np.uint8(less)) & np.uint8((1 << bits) - 1)
+        return {
+            "codes": numbers if where is None else numbers[:, where], "scales": scales.decoder(scales.data[:, start:stop]).T,
+            "zeros": points.T, "order": where,
+        }  # fmt: skip
+
+    return Decoded(
+        (out, rows * per), "gptq_4" if bits == 4 else "gptq", decode, stored, f"gptq {bits} {group} {less}", parts if bits == 4 else None
+    )
 
 
 gptq = Hook(read)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import numpy as np
@@ -13,6 +13,13 @@ from trivium.ops import Weight
 Array = npt.NDArray[Any]
 Floats = npt.NDArray[np.float32]
 FLOATS = ("float16", "bfloat16", "float32")
+Parts = Mapping[str, Any]
+"""What numbers are stored as, for backends that keep it so: "codes", and "scales" as float32[out, ...].
+
+Whole numbers of 4 bits (formats "awq", "gptq_4"): codes uint8[out, in] below 16, scales float32[out, groups], zeros uint8[out, groups];
+order int32[in] or None: input i of the codes is input order[i] of the matrix. weight = scale * (code - zero), and groups of equal size
+follow one another. Format "fp8": codes uint8[out, in], the bits of float8_e4m3; scales float32[blocks down, blocks across]; block: the
+(rows, columns) that a scale is for."""
 _STEP = 1 << 20
 """Numbers that are decoded at a time: what a decoder needs beside its result stays small."""
 
@@ -31,6 +38,15 @@ class Lazy(Weight):
 
     _make: Callable[[], Array]
     _nbytes: int
+    _parts: Callable[[int, int], Parts] | None = None
+
+    def parts(self) -> Parts | None:
+        """See Parts; None where the data is all there is."""
+        return None if self._parts is None else self._parts(0, self.shape[0])
+
+    def _slice_parts(self, start: int) -> Callable[[int, int], Parts] | None:
+        parts = self._parts
+        return None if parts is None else lambda first, last: parts(start + first, start + last)
 
     _kept: Array | None = None
 
@@ -50,20 +66,23 @@ class Lazy(Weight):
         origin = self.origin and f"{self.origin}[{start}:{stop}]"
         nbytes = self._nbytes * (stop - start) // self.shape[0]
         shape = (stop - start, *self.shape[1:])
-        return Lazy(self.name, shape, self.format, lambda: self.data[start:stop], self.decoder, origin, nbytes)
+        piece = Lazy(self.name, shape, self.format, lambda: self.data[start:stop], self.decoder, origin, nbytes)
+        vars(piece).update(_parts=self._slice_parts(start))
+        return piece
 
 
 class Decoded(Lazy):
     """A matrix that is stored as several tensors. `rows(start, stop)`: float32[stop - start, columns], which is what its `data` is;
-    `stored`: the tensors, for origin and bytes; `how`: what beside them the numbers depend on."""
+    `stored`: the tensors, for origin and bytes; `how`: what beside them the numbers depend on. `parts`: Parts of rows start..stop."""
 
     def __init__(
-        self, shape: tuple[int, int], format: str, rows: Callable[[int, int], Array], stored: tuple[Weight, ...], how: str
-    ) -> None:
+        self, shape: tuple[int, int], format: str, rows: Callable[[int, int], Array], stored: tuple[Weight, ...], how: str,
+        parts: Callable[[int, int], Parts] | None = None,
+    ) -> None:  # fmt: skip
         origins = [w.origin for w in stored]
         origin = f"{how} of {' and '.join(origins)}" if all(origins) else ""
         super().__init__("", shape, format, self._all, _same, origin, sum(w.nbytes for w in stored))
-        vars(self).update(_rows=rows)
+        vars(self).update(_rows=rows, _parts=parts)
 
     _rows: Callable[[int, int], Array]
 
@@ -77,7 +96,9 @@ class Decoded(Lazy):
         def make() -> Floats:
             return _in_steps(lambda first, last: self._rows(start + first, start + last), shape)
 
-        return Lazy(self.name, shape, self.format, make, self.decoder, origin, nbytes)
+        piece = Lazy(self.name, shape, self.format, make, self.decoder, origin, nbytes)
+        vars(piece).update(_parts=self._slice_parts(start))
+        return piece
 
 
 def _in_steps(rows: Callable[[int, int], Array], shape: tuple[int, ...]) -> Floats:

@@ -43,6 +43,34 @@ def quantised_pair(
     return quantised, plain, meant
 
 
+def check_parts(weight: Any, array: np.ndarray) -> None:
+    """What a joined weight says it is stored as has the numbers of `array`; those of 4 bits also by rows."""
+    parts = weight.parts() if weight.format in ("awq", "gptq_4", "fp8") else None
+    assert (parts is None) == (weight.format not in ("awq", "gptq_4", "fp8"))
+    if parts is not None and "zeros" in parts:
+        np.testing.assert_array_equal(_numbers_of_groups(parts), array)
+        np.testing.assert_array_equal(_numbers_of_groups(weight.slice_rows(3, 17).slice_rows(2, 9).parts()), array[5:12])
+    elif parts is not None:
+        down, across = parts["block"]
+        meant = np.empty_like(array)
+        for row, column in np.ndindex(array.shape):
+            bits = int(parts["codes"][row, column])
+            exponent, fraction = bits >> 3 & 15, bits & 7
+            size = (8 + fraction) * 2.0 ** (exponent - 10) if exponent else fraction * 2.0**-9
+            meant[row, column] = np.float32(-size if bits >> 7 else size) * parts["scales"][row // down, column // across]
+        np.testing.assert_array_equal(meant, array)
+
+
+def _numbers_of_groups(parts: Mapping[str, Any]) -> np.ndarray:
+    codes, scales, zeros = (np.asarray(parts[name]) for name in ("codes", "scales", "zeros"))
+    size = codes.shape[1] // scales.shape[1]
+    whole = codes.astype(np.float32) - zeros.astype(np.float32).repeat(size, axis=1)
+    numbers = whole * scales.repeat(size, axis=1)
+    found = np.empty_like(numbers)
+    found[:, slice(None) if parts["order"] is None else parts["order"]] = numbers
+    return found
+
+
 def check_numbers(folder: Path, meant: Mapping[str, np.ndarray], format: str) -> Checkpoint:
     """Every tensor of the checkpoint is `meant`, bit for bit, whole and by rows; projections are of `format`, and opening reads
     none of their numbers."""
@@ -53,6 +81,7 @@ def check_numbers(folder: Path, meant: Mapping[str, np.ndarray], format: str) ->
         np.testing.assert_array_equal(weight.decode(), array, err_msg=name)
         if is_projection(name):
             assert (weight.format, bool(weight.origin)) == (format, True)
+            check_parts(weight, array)
             for start, stop in ((0, 1), (5, 19), (3, array.shape[0])):
                 part = weight.slice_rows(start, stop)
                 np.testing.assert_array_equal(part.decode(), array[start:stop], err_msg=name)

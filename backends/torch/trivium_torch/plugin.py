@@ -97,8 +97,11 @@ class TorchBackend(Backend):
         dtype = possible[0] if options.get("dtype", "auto") == "auto" else options["dtype"]
         if dtype not in possible or dtype not in DTYPES:
             raise UnsupportedError(f"dtype {dtype!r} is not possible on {device.name}; {', '.join(possible)} are", param="dtype")
-        make = self.session_class()
-        return make(self.name, self.torch_device(device), self.kernels(device), {**options, "dtype": dtype})
+        return self.make_session(device, {**options, "dtype": dtype})
+
+    def make_session(self, device: Device, options: Mapping[str, Any]) -> Session:
+        """What open() returns. `options`: checked, with a definite "dtype"."""
+        return self.session_class()(self.name, self.torch_device(device), self.kernels(device), options)
 
 
 def _set_threads(count: Any) -> None:

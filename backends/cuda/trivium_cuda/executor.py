@@ -1,0 +1,74 @@
+"""Steps: the arrays go to the device in one copy, the kernels are queued, and nobody waits but for the tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from trivium.errors import UnsupportedError
+from trivium.ops import Batch, Program, Sampled
+from trivium.plugin import Executable, Step
+from trivium_cuda import sampler
+from trivium_cuda.session import CudaSession
+from trivium_cuda.tape import Tape
+
+
+class QueuedStep(Step):
+    """A step whose work is queued. It keeps what was sampled, so that tokens() may be asked again."""
+
+    def __init__(self, session: CudaSession, outputs: Mapping[str, Tensor], pending: sampler.Pending, batch: Batch) -> None:
+        self._session, self._outputs, self._pending = session, outputs, pending
+        self._size = batch.tokens, batch.seqs
+        self._sampled: Sampled | None = None
+
+    def tokens(self) -> Sampled:
+        if self._sampled is None:
+            with self._session.faults(*self._size):
+                self._sampled = self._pending.wait()
+        return self._sampled
+
+    def output(self, name: str) -> npt.NDArray[np.float32]:
+        if name not in self._outputs:
+            raise UnsupportedError(f"this Program has no output {name!r}; it has {', '.join(self._outputs)}")
+        return np.asarray(self._session.get(self._outputs[name]), np.float32)
+
+
+class QueuedExecutable(Executable):
+    """Runs a tape call by call."""
+
+    def __init__(self, session: CudaSession, tape: Tape, vocab_size: int) -> None:
+        self._session, self.tape, self._vocab_size = session, tape, vocab_size
+
+    def run(self, batch: Batch) -> Step:
+        session = self._session
+        with session.faults(batch.tokens, batch.seqs), session.api.active(), torch.inference_mode():
+            arrays = session.stage(batch)
+            session.begin(arrays, *extents(batch))
+            return self.finish(self.tape.run(arrays, batch), batch)
+
+    def finish(self, outputs: Mapping[str, Tensor], batch: Batch) -> Step:
+        """The step whose outputs are queued, with the sampling of its logits queued behind them."""
+        pending = sampler.start(self._session, outputs["logits"], batch.sampling, {"vocab_size": self._vocab_size})
+        return QueuedStep(self._session, outputs, pending, batch)
+
+
+def extents(batch: Batch) -> tuple[int, int]:
+    """(most queries, longest context) of the step's sequences."""
+    return int(np.diff(batch.query_starts).max(initial=0)), int(batch.context_lens.max(initial=0))
+
+
+def compile_program(session: CudaSession, program: Program, weights: Mapping[str, Any]) -> Executable:
+    """An executable for a fused Program, with graphs for the sizes that the session was opened with."""
+    tape = Tape(session, program, weights)
+    eager = QueuedExecutable(session, tape, program.vocab_size)
+    if not session.graph_sizes or tape.on_host:
+        session.graphs_are_captured()
+        return eager
+    from trivium_cuda.graphs import GraphExecutable
+
+    return GraphExecutable(session, eager, adapters=any(v.name == "adapters" for v in program.inputs))

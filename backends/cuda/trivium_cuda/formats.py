@@ -1,0 +1,37 @@
+"""What a device can do, by its compute capability; no torch in here, since it is asked for without it."""
+
+from __future__ import annotations
+
+from trivium.plugin import Capabilities, WeightFormat
+from trivium_torch.formats import FORMATS as FLOATS
+
+TRITON_SINCE = (8, 0)
+"""Below it (Turing and older) Triton's code for matrix products spills registers, and there is no bfloat16: such devices run
+trivium_torch's kernels only, which plan on the host and so can't be captured in graphs."""
+PAGE_SIZES = (16, 32, 64, 128, 256)
+GRAPHS = 48
+"""Batch sizes that may be captured; what they take of the memory is limited by the option graph_memory."""
+_NO_BFLOAT16 = "bfloat16 needs compute capability 8.0 or later"
+
+
+def has_triton_kernels(capability: tuple[int, int]) -> bool:
+    """Whether this backend's own kernels run there."""
+    return capability >= TRITON_SINCE
+
+
+def weight_formats(capability: tuple[int, int]) -> tuple[WeightFormat, ...]:
+    """Resident formats, best first."""
+    known = {f.name: f for f in FLOATS}
+    floats = ("bfloat16", "float16", "float32") if has_triton_kernels(capability) else ("float16", "float32")
+    return (*(known[name] for name in floats), known["int8"])
+
+
+def capabilities(capability: tuple[int, int]) -> Capabilities:
+    """For a device of this compute capability."""
+    modern = has_triton_kernels(capability)
+    dtypes = ("bfloat16", "float16", "float32") if modern else ("float16", "float32")
+    return Capabilities(
+        dtypes=dtypes, weight_formats=weight_formats(capability), kv_dtypes=(*dtypes, "int8"), page_sizes=PAGE_SIZES,
+        asynchronous=True, graph_capture=modern, max_graphs=GRAPHS if modern else 0, collectives=True,
+        unsupported={} if modern else {"bfloat16": _NO_BFLOAT16},
+    )  # fmt: skip

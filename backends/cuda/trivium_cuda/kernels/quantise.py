@@ -1,0 +1,78 @@
+"""Activations as bytes with a scale a row, or a scale for 128 numbers of a row."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from trivium_cuda.kernels.common import Rows, flat, largest, power, quantised, warps
+
+DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+BLOCK = 128
+"""Numbers that share a scale in quantise_blocks."""
+
+
+def empty_rows(x: Tensor, kind: str) -> Rows:
+    """Memory for the rows of x[rows, n]."""
+    numbers = torch.empty(x.shape, dtype=DTYPES[kind], device=x.device)
+    return Rows(numbers, torch.empty((x.shape[0], 1), dtype=torch.float32, device=x.device))
+
+
+def raw(numbers: Tensor) -> Tensor:
+    """Bytes as kernels take them: int8 as it is, float8 as uint8."""
+    return numbers if numbers.dtype == torch.int8 else numbers.view(torch.uint8)
+
+
+@triton.jit
+def store_quantised(y, row, Q, S, n, c, KIND: tl.constexpr):
+    """Stores a row y, float32[BLOCK], as bytes and its scale."""
+    scale = tl.div_rn(tl.max(tl.abs(y), 0), largest(y, KIND))
+    tl.store(S + row, scale)
+    tl.store(Q + row * n + c, quantised(y, scale, KIND), mask=c < n)
+
+
+# Reads n numbers a row and writes n bytes and a scale; about 10 n operations.
+@triton.jit
+def _rows(X, Q, S, n, stride, BLOCK: tl.constexpr, KIND: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    c = tl.arange(0, BLOCK)
+    x = tl.load(X + row * stride + c, mask=c < n, other=0.0).to(tl.float32)
+    store_quantised(x, row, Q, S, n, c, KIND)
+
+
+# Reads n numbers a row and writes n bytes and n / 128 scales; about 10 n operations. A program takes 128 numbers of 16 rows.
+@triton.jit
+def _blocks(X, Q, S, rows, n, stride, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    row, part = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64), tl.program_id(1)
+    c = part * BLOCK + tl.arange(0, BLOCK)
+    here = (row < rows)[:, None] & (c < n)[None, :]
+    x = tl.load(X + row[:, None] * stride + c[None, :], mask=here, other=0.0).to(tl.float32)
+    top = tl.max(tl.abs(x), 1)
+    scale = tl.div_rn(top, tl.full([ROWS], 448.0, tl.float32))
+    tl.store(S + row * tl.cdiv(n, BLOCK) + part, scale, mask=row < rows)
+    tl.store(Q + row[:, None] * n + c[None, :], quantised(x, scale[:, None], "fp8"), mask=here)
+
+
+def quantise_rows(x: Tensor, kind: str) -> Rows:
+    """x[rows, n] as "int8" or "fp8" (e4m3fn): the scale is the row's largest size / 127 or / 448 in float32, numbers are the
+    nearest, ties to even; a row of zeros has the scale 0."""
+    x = flat(x)
+    rows, n = empty_rows(x, kind), x.shape[1]
+    block = power(n)
+    if len(x):
+        _rows[(len(x),)](x, raw(rows.numbers), rows.scales, n, x.stride(0), BLOCK=block, KIND=kind, num_warps=warps(block))
+    return rows
+
+
+def quantise_blocks(x: Tensor) -> Rows:
+    """x[rows, n] as float8_e4m3fn with a scale for every 128 numbers of a row (the last may have fewer): scales [rows, n / 128]."""
+    x = flat(x)
+    count, n = x.shape
+    numbers = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
+    scales = torch.empty((count, triton.cdiv(n, BLOCK)), dtype=torch.float32, device=x.device)
+    if count:
+        grid = triton.cdiv(count, 16), triton.cdiv(n, BLOCK)
+        _blocks[grid](x, raw(numbers), scales, count, n, x.stride(0), ROWS=16, BLOCK=BLOCK, num_warps=4)
+    return Rows(numbers, scales)

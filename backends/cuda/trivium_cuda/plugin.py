@@ -1,0 +1,84 @@
+"""The `cuda` backend as trivium finds it: trivium_torch with kernels in Triton, asynchronous steps and CUDA graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from trivium.errors import InvalidRequestError
+from trivium.plugin import Backend, Capabilities, Device, Kernel, Probe, Session, hookimpl
+from trivium_cuda import formats
+from trivium_torch.plugin import TorchBackend
+
+if TYPE_CHECKING:
+    from trivium_cuda.device import DeviceApi
+
+
+class CudaBackend(TorchBackend):
+    """NVIDIA's devices. `find`: the devices there are; None: those of torch.cuda."""
+
+    name = "cuda"
+    priority = 30
+    device_types = ("cuda",)
+    options = frozenset({"graph_sizes", "graph_memory"})
+    """graph_sizes: the contract's. graph_memory: bytes that captured graphs may take, by default a twentieth of the device's."""
+
+    def __init__(self, find: Callable[[], Sequence[DeviceApi]] | None = None) -> None:
+        self._find = find
+        self._apis: Sequence[DeviceApi] = ()
+
+    def probe(self) -> Probe:
+        for package in ("torch", "triton"):
+            try:
+                __import__(package)
+            except ModuleNotFoundError as e:
+                missing = f"{package} is not installed: pip install trivium[cuda]"
+                return Probe((), missing if e.name == package else f"{package}: {e}")
+            except (ImportError, OSError) as e:
+                return Probe((), f"{package} can't be imported: {e}")
+        from trivium_cuda import device
+
+        try:
+            self._apis = (self._find or device.find_devices)()
+            found = tuple(self._described(i, api) for i, api in enumerate(self._apis))
+        except RuntimeError as e:
+            return Probe((), f"CUDA can't be used: {str(e).splitlines()[0]}")
+        return Probe(found, "" if found else device.why_none())
+
+    def _described(self, index: int, api: DeviceApi) -> Device:
+        import torch
+        import triton
+
+        major, minor = api.capability
+        about = f"{api.name}, compute capability {major}.{minor}, torch {torch.__version__}, triton {triton.__version__}"
+        details = {"about": about, "capability": api.capability, "torch": torch.__version__, "triton": triton.__version__}
+        return Device(index, api.name, api.memory_info()[1], details)
+
+    def torch_device(self, device: Device) -> str:
+        return str(self._apis[device.index].device)
+
+    def capabilities(self, device: Device) -> Capabilities:
+        return formats.capabilities(device.details["capability"])
+
+    def kernels(self, device: Device) -> Sequence[Kernel]:
+        if not formats.has_triton_kernels(device.details["capability"]):
+            return super().kernels(device)
+        from trivium_cuda.table import KERNELS
+
+        return (*KERNELS, *super().kernels(device))
+
+    def open(self, device: Device, options: Mapping[str, Any]) -> Session:
+        memory = options.get("graph_memory")
+        if memory is not None and (type(memory) is not int or memory < 0):
+            raise InvalidRequestError(f"graph_memory must be a number of bytes, not {memory!r}", param="graph_memory")
+        return super().open(device, options)
+
+    def make_session(self, device: Device, options: Mapping[str, Any]) -> Session:
+        from trivium_cuda.session import CudaSession
+
+        return CudaSession(self._apis[device.index], self.name, self.kernels(device), options)
+
+
+@hookimpl
+def trivium_backend() -> Backend:
+    return CudaBackend()

@@ -1,0 +1,161 @@
+"""An opened device of torch.cuda: asynchronous copies, the arrays of a step on the device, and faults that say what to do."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from trivium.errors import BackendError, CapacityError, UnsupportedError
+from trivium.ops import Batch, KVSpec, Program
+from trivium.plugin import Executable, Kernel
+from trivium_cuda.device import DeviceApi
+from trivium_cuda.staging import Download, Pinned, arrays_of, upload
+from trivium_torch.pages import Carried, Paged
+from trivium_torch.session import TorchSession
+
+LARGE = 1 << 24
+"""Bytes from which an array is copied at once, without a page-locked block in between that would stay."""
+GRAPH_SHARE = 20
+"""Captured graphs may take a part of the device's memory as small as this unless the option graph_memory says otherwise."""
+
+
+@dataclass(frozen=True)
+class Reads:
+    """What the sequences of a step read and write in one group of layers, on the device.
+
+    block_tables: int32[seqs, blocks]; slots: int64[tokens]; query_starts: int32[seqs + 1]; context_lens: int32[seqs]. max_query and
+    max_context: of the step's sequences, known to the host; in a graph, the most that it may be replayed with."""
+
+    block_tables: Tensor
+    slots: Tensor
+    query_starts: Tensor
+    context_lens: Tensor
+    max_query: int
+    max_context: int
+
+
+@dataclass(frozen=True)
+class DevicePaged(Paged):
+    """A paged state, as trivium_torch's kernels get it and with `reads` for this backend's. page_size: tokens."""
+
+    reads: Reads
+    page_size: int
+
+
+@dataclass(frozen=True)
+class DeviceCarried(Carried):
+    """A recurrent state, as trivium_torch's kernels get it and with `reads` for this backend's."""
+
+    reads: Reads
+
+
+class CudaSession(TorchSession):
+    """See plugin.Session. `options`: those of CudaBackend.open, checked."""
+
+    def __init__(self, api: DeviceApi, backend: str, kernels: Sequence[Kernel], options: Mapping[str, Any]) -> None:
+        super().__init__(backend, str(api.device), kernels, options)
+        self.api = api
+        self.invariant = False
+        self.capturing = False
+        """Whether what runs is to become part of a graph: nothing may then come from the host."""
+        self.pinned = Pinned(api)
+        self.arrays: Mapping[str, Tensor] = {}
+        """The arrays of the step that runs, on the device."""
+        self._extents = (0, 0)
+        sizes, total = options.get("graph_sizes", ()), api.memory_info()[1]
+        self.graph_sizes: Sequence[int] = tuple(sizes)
+        self.graph_memory: int = options.get("graph_memory", total // GRAPH_SHARE) if sizes else 0
+        self._graphs_to_come = self.graph_memory
+
+    # Copies.
+
+    def upload(self, array: npt.NDArray[Any]) -> Tensor:
+        if self.capturing:
+            raise UnsupportedError("it takes numbers from the host, which a graph can't")
+        array = np.asarray(array)
+        if array.nbytes > LARGE or not array.nbytes or array.dtype.kind == "u":
+            return super().upload(array)
+        return upload(self.api, self.pinned, {"": array})[""]
+
+    def download(self, tensor: Tensor) -> Download:
+        """A queued copy to the host."""
+        return Download(self.api, self.pinned, tensor)
+
+    # Memory.
+
+    def memory_info(self) -> tuple[int, int]:
+        """What graphs that are still to be captured may take is not free."""
+        free, total = self.api.memory_info()
+        return max(free - self._graphs_to_come, 0), total
+
+    def graphs_are_captured(self) -> None:
+        """From here on what graphs take is part of what the device says."""
+        self._graphs_to_come = 0
+
+    def kv_store(self, spec: KVSpec, pages: int) -> None:
+        need, (free, _) = pages * self.page_bytes(spec), self.memory_info()
+        if need > free:
+            raise CapacityError(f"{pages} pages of {self.page_bytes(spec)} bytes need {need} bytes; {free} are free")
+        super().kv_store(spec, pages)
+
+    def synchronize(self) -> None:
+        self.api.synchronize()
+
+    def draws(self) -> bool:
+        return True
+
+    # Steps.
+
+    def compile(self, program: Program, weights: Mapping[str, Any]) -> Executable:
+        from trivium_cuda.executor import compile_program
+
+        return compile_program(self, program, weights)
+
+    def stage(self, batch: Batch) -> Mapping[str, Tensor]:
+        """The arrays of a step on the device, by one copy."""
+        return upload(self.api, self.pinned, arrays_of(batch))
+
+    def begin(self, arrays: Mapping[str, Tensor], max_query: int, max_context: int) -> None:
+        """The arrays that the states of the step that follows refer to; max_query, max_context: as in Reads."""
+        self.begin_step()
+        self.arrays, self._extents = arrays, (max_query, max_context)
+
+    def step_state(self, state: int, batch: Batch) -> Paged | Carried:
+        group, _ = self._places[state]
+        plain = super().step_state(state, batch)
+        reads = self.once(("reads", group), lambda: self._reads(group))
+        if isinstance(plain, Paged):
+            return DevicePaged(plain.k, plain.v, plain.step, reads, self.spec.page_size)
+        return DeviceCarried(plain.data, plain.step, reads)
+
+    def _reads(self, group: int) -> Reads:
+        a = self.arrays
+        return Reads(
+            a["block_tables"][group], a["slot_mapping"][group], a["query_starts"], a["context_lens"], *self._extents
+        )  # fmt: skip
+
+    @contextlib.contextmanager
+    def faults(self, tokens: int, seqs: int) -> Iterator[None]:
+        """Around the work of a step of so many: turns the device's faults into errors that say what to do. After one for want of
+        memory the next step may succeed."""
+        try:
+            yield
+        except torch.OutOfMemoryError as e:
+            self.api.release()
+            free, total = self.api.memory_info()
+            what = f"a step of {tokens} tokens in {seqs} sequences needs more memory than is free, {free} of {total} bytes"
+            raise CapacityError(f"{what}; give less max_num_batched_tokens or num_kv_blocks") from e
+        except RuntimeError as e:
+            raise BackendError(f"backend {self.backend!r}: the device failed: {e}") from e
+
+    def close(self) -> None:
+        self.arrays = {}
+        super().close()
+        self.api.release()
