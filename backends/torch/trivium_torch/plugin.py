@@ -29,8 +29,9 @@ class TorchBackend(Backend):
     version = "0.1.0"
     device_types: tuple[str, ...] | None = None
     """Torch device types to offer; None: all that torch sees, and "cpu" last."""
-    options: frozenset[str] = frozenset({"threads"})
-    """Options of open() beyond the contract's. threads: of torch on the host, for the whole process."""
+    options: frozenset[str] = frozenset({"threads", "tensor_parallel"})
+    """Options of open() beyond the contract's. threads: of torch on the host, for the whole process. tensor_parallel: over how many
+    devices, from the one that is opened on, the model is shared out, each with a process of its own."""
 
     def probe(self) -> Probe:
         try:
@@ -97,7 +98,15 @@ class TorchBackend(Backend):
         dtype = possible[0] if options.get("dtype", "auto") == "auto" else options["dtype"]
         if dtype not in possible or dtype not in DTYPES:
             raise UnsupportedError(f"dtype {dtype!r} is not possible on {device.name}; {', '.join(possible)} are", param="dtype")
-        return self.make_session(device, {**options, "dtype": dtype})
+        own = {**options, "dtype": dtype}
+        ranks = own.pop("tensor_parallel", 1)
+        if type(ranks) is not int or ranks < 1:
+            raise InvalidRequestError(f"tensor_parallel must be a positive integer, not {ranks!r}", param="tensor_parallel")
+        if ranks == 1:
+            return self.make_session(device, own)
+        from trivium_torch.ranks.session import RanksSession, rank_devices
+
+        return RanksSession(self, rank_devices(self, device, ranks), own)
 
     def make_session(self, device: Device, options: Mapping[str, Any]) -> Session:
         """What open() returns. `options`: checked, with a definite "dtype"."""

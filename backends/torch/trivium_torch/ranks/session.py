@@ -1,0 +1,342 @@
+"""A Session over the ranks of a tensor-parallel group: it holds no device itself, and tells each rank's process what to do."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import numpy as np
+import numpy.typing as npt
+
+from trivium import errors
+from trivium.errors import BackendError, InvalidRequestError, TriviumError, UnsupportedError
+from trivium.ops import Batch, KVSpec, PagedKV, Pages, Program, Sampled, Weight
+from trivium.ops.sample import plain_inputs
+from trivium.plugin import Device, Executable, Memory, Session, Step
+from trivium_torch.formats import FORMATS
+from trivium_torch.ranks import data
+from trivium_torch.ranks.data import Array, Message
+from trivium_torch.ranks.shard import Part, Sharded, local_spec, shard
+from trivium_torch.ranks.wire import Gone, Wire
+
+if TYPE_CHECKING:
+    from trivium_torch.plugin import TorchBackend
+
+START_SECONDS = 300.0
+"""How long processes may take to import torch and to find each other."""
+GRACE_SECONDS = 10.0
+"""Once a rank has failed, how long the others may take to say that they did too. One that does not say so waits for it in a
+collective, for good."""
+_FLOATS = ("float32", "bfloat16", "float16")
+
+
+def rank_devices(backend: TorchBackend, device: Device, ranks: int) -> list[Device]:
+    """The devices of the ranks: `device` and those that follow it, or on the host the same for all. Raises InvalidRequestError."""
+    if backend.torch_device(device).partition(":")[0] == "cpu":
+        return [device] * ranks
+    kind = backend.torch_device(device).partition(":")[0]
+    same = [d for d in backend.probe().devices if backend.torch_device(d).partition(":")[0] == kind and d.index >= device.index]
+    if len(same) < ranks:
+        message = f"tensor_parallel {ranks} needs as many devices from {device.name} on; there are {len(same)}"
+        raise InvalidRequestError(message, param="tensor_parallel")
+    return same[:ranks]
+
+
+@dataclass(eq=False)
+class Pending:
+    """A weight that no rank has yet: how it is cut is known once there is a Program."""
+
+    weight: Weight
+    format: str
+
+
+@dataclass(eq=False)
+class Ticket:
+    """A message to all ranks, and their answers as far as they are here. meets: the ranks meet in collectives."""
+
+    meets: bool
+    answers: dict[int, Message] = field(default_factory=dict)
+
+
+class RanksStep(Step):
+    """A step under way on all ranks."""
+
+    def __init__(self, session: RanksSession, ticket: Ticket) -> None:
+        self._session, self._ticket = session, ticket
+
+    def tokens(self) -> Sampled:
+        return data.sampled_of(self._session.settle(self._ticket)[0])
+
+    def output(self, name: str) -> npt.NDArray[np.float32]:
+        self._session.settle(self._ticket)
+        return np.asarray(self._session.ask({"do": "output", "name": name})[0].arrays[0])
+
+
+class RanksExecutable(Executable):
+    """The Program, cut, on all ranks."""
+
+    def __init__(self, session: RanksSession) -> None:
+        self._session = session
+
+    def run(self, batch: Batch) -> Step:
+        return RanksStep(self._session, self._session.start_step(batch))
+
+
+class RanksSession(Session):
+    """See plugin.Session. backend, devices: what each rank opens; options: of its open(), with a definite "dtype"."""
+
+    def __init__(self, backend: TorchBackend, devices: Sequence[Device], options: Mapping[str, Any]) -> None:
+        self._ranks, self._on_host = len(devices), backend.torch_device(devices[0]) == "cpu"
+        self._folder = tempfile.TemporaryDirectory(prefix="trivium-ranks-")
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._wires: list[Wire] = []
+        self._ends: list[socket.socket] = []
+        self._sent: deque[Ticket] = deque()
+        self._lost = ""
+        self._pending: list[Pending] = []
+        self._spec, self._pages = KVSpec(1, "float32", ()), 0
+        self._cut_states: frozenset[int] = frozenset()
+        try:
+            self._start(backend, devices, dict(options))
+        except BaseException:
+            self.close()
+            raise
+
+    # Processes and messages.
+
+    def _start(self, backend: TorchBackend, devices: Sequence[Device], options: dict[str, Any]) -> None:
+        import torch
+        import torch.distributed as dist
+
+        if self._on_host:  # else each rank would take all processors
+            options.setdefault("threads", max(1, torch.get_num_threads() // self._ranks))
+        kind = torch.device(backend.torch_device(devices[0]))
+        head = {
+            "backend": f"{type(backend).__module__}:{type(backend).__qualname__}", "ranks": self._ranks, "options": options,
+            "collective": dist.get_default_backend_for_device(kind), "store": f"file://{Path(self._folder.name) / 'store'}",
+        }  # fmt: skip
+        for _ in devices:
+            self._spawn()
+        ticket = self._post([
+            Message({**head, "rank": rank, "index": d.index, "device": d.name}) for rank, d in enumerate(devices)
+        ], meets=True)  # fmt: skip
+        self.settle(ticket, START_SECONDS)
+
+    def _spawn(self) -> None:
+        mine, theirs = socket.socketpair()
+        with theirs:
+            command = [sys.executable, "-m", "trivium_torch.ranks.worker", str(theirs.fileno())]
+            path = os.pathsep.join(p for p in sys.path if p)
+            self._processes.append(
+                subprocess.Popen(
+                    command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": path}
+                )
+            )
+        self._ends.append(mine)
+        self._wires.append(Wire(mine))
+
+    def _post(self, messages: Sequence[Message], *, meets: bool = False) -> Ticket:
+        """Sends each rank its message."""
+        if self._lost:
+            raise BackendError(self._lost)
+        ticket = Ticket(meets)
+        self._sent.append(ticket)
+        for rank, (wire, message) in enumerate(zip(self._wires, messages, strict=True)):
+            try:
+                wire.send(message)
+            except Gone:
+                self._give_up(f"rank {rank} has ended")
+        return ticket
+
+    def _tell(self, head: dict[str, Any], arrays: Sequence[Array] = (), *, meets: bool = False) -> Ticket:
+        """Sends all ranks one message."""
+        return self._post([Message(head, arrays)] * self._ranks, meets=meets)
+
+    def ask(self, head: dict[str, Any], arrays: Sequence[Array] = ()) -> list[Message]:
+        """The answers of all ranks to one message."""
+        return self.settle(self._tell(head, arrays))
+
+    def settle(self, ticket: Ticket, seconds: float | None = None) -> list[Message]:
+        """Waits for the answers to a message, and to those before it. Raises what a rank raised, BackendError once one is lost."""
+        if self._lost:
+            raise BackendError(self._lost)
+        while ticket in self._sent:
+            self._receive(self._sent[0], seconds)
+            self._sent.popleft()
+        answers = [ticket.answers[rank] for rank in range(self._ranks)]
+        for rank, answer in enumerate(answers):
+            if "error" in answer.head:
+                _raise(rank, answer.head)
+        return answers
+
+    def _receive(self, ticket: Ticket, seconds: float | None) -> None:
+        with selectors.DefaultSelector() as ready:
+            for rank, end in enumerate(self._ends):
+                ready.register(end, selectors.EVENT_READ, rank)
+            deadline = None if seconds is None else time.monotonic() + seconds
+            while len(ticket.answers) < self._ranks:
+                found = ready.select(None if deadline is None else max(0.0, deadline - time.monotonic()))
+                if not found:
+                    self._give_up(_first_error(ticket) or "the ranks don't answer")
+                for key, _ in found:
+                    self._take(ticket, key.data)
+                    ready.unregister(key.fileobj)
+                if deadline is None and ticket.meets and _first_error(ticket):
+                    deadline = time.monotonic() + GRACE_SECONDS
+
+    def _take(self, ticket: Ticket, rank: int) -> None:
+        try:
+            ticket.answers[rank] = self._wires[rank].recv()
+        except Gone:
+            self._give_up(f"rank {rank} has ended")
+
+    def _give_up(self, reason: str) -> NoReturn:
+        """A group that lacks a rank can't go on."""
+        self._lost = f"the tensor-parallel group is lost: {reason}; load the model again"
+        for process in self._processes:
+            process.kill()
+        raise BackendError(self._lost)
+
+    def close(self) -> None:
+        for end in self._ends:
+            end.close()
+        for process in self._processes:
+            try:
+                process.wait(GRACE_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        self._folder.cleanup()
+
+    # Memory, weights and steps.
+
+    def put(self, array: npt.NDArray[Any]) -> Any:
+        raise UnsupportedError("a tensor-parallel group has no tensors of its own")
+
+    def get(self, tensor: Any) -> npt.NDArray[Any]:
+        raise UnsupportedError("a tensor-parallel group has no tensors of its own")
+
+    def memory(self) -> Memory:
+        """On the host that of the host, else of all devices; weights that are not loaded yet are taken off."""
+        ranks = [Memory(*answer.head["memory"]) for answer in self.ask({"do": "memory"})]
+        total, free = (
+            (ranks[0].total, ranks[0].free) if self._on_host else (sum(m.total for m in ranks), sum(m.free for m in ranks))
+        )
+        bits = {f.name: f.bits for f in FORMATS}
+        due = sum(int(bits[p.format] * np.prod(p.weight.shape)) // 8 for p in self._pending)
+        return Memory(total, max(free - due, 0), sum(m.weights for m in ranks), sum(m.kv for m in ranks))
+
+    def load(self, weight: Weight, format: str) -> Pending:
+        if format not in [f.name for f in FORMATS]:
+            message = (
+                f"{weight.name} can't be held as {format} by a tensor-parallel group; it holds {', '.join(f.name for f in FORMATS)}"
+            )
+            raise UnsupportedError(message, param="quantize")
+        self._pending.append(Pending(weight, format))
+        return self._pending[-1]
+
+    def read_weight(self, tensor: Pending) -> npt.NDArray[np.float32]:
+        return tensor.weight.decode()
+
+    def page_bytes(self, spec: KVSpec) -> int:
+        """Of all ranks, each of which has its share of the heads."""
+        return int(self.ask({"do": "page_bytes", "spec": data.spec_data(spec)})[0].head["bytes"])
+
+    def kv_store(self, spec: KVSpec, pages: int) -> None:
+        self._spec, self._pages = spec, pages  # which states are cut is known once there is a Program
+
+    def compile(self, program: Program, weights: Mapping[str, Any]) -> Executable:
+        own = [shard(program, self._spec.groups, self._ranks, rank) for rank in range(self._ranks)]
+        self._cut_states = own[0].cut_states
+        for pending, dim, names in _loads(own, weights):
+            self.settle(self._post(list(_load_messages(pending, dim, names, self._ranks))))
+        self._pending.clear()
+        local = local_spec(self._spec, self._cut_states, self._ranks)
+        self.ask({"do": "kv_store", "spec": data.spec_data(local), "pages": self._pages})
+        messages = [data.program_message(s.program) for s in own]
+        self.settle(self._post([m._replace(head={"do": "compile", **m.head}) for m in messages]))
+        return RanksExecutable(self)
+
+    def start_step(self, batch: Batch) -> Ticket:
+        """The step on all ranks. Only the first has to draw tokens."""
+        rows = len(batch.sample_rows)
+        quiet = replace(batch, sampling=replace(plain_inputs(rows), score_ids=np.zeros(rows, np.int32)))
+        first, other = data.batch_message(batch), data.batch_message(quiet)
+        return self._post([first, *[other] * (self._ranks - 1)], meets=True)
+
+    # Pages.
+
+    def _is_cut(self, group: int) -> bool:
+        which = self._spec.groups[group]
+        return isinstance(which.spec, PagedKV) and self._cut_states.issuperset(which.states)
+
+    def copy_pages(self, src: Sequence[int], dst: Sequence[int]) -> None:
+        self.ask({"do": "copy_pages", "src": [int(i) for i in src], "dst": [int(i) for i in dst]})
+
+    def export_pages(self, group: int, ids: Sequence[int]) -> Pages:
+        """Keys and values of all heads: those of the ranks, side by side."""
+        answers = self.ask({"do": "export_pages", "group": group, "ids": [int(i) for i in ids]})
+        arrays = answers[0].arrays
+        if self._is_cut(group):
+            arrays = [np.concatenate(parts, axis=2) for parts in zip(*(a.arrays for a in answers), strict=True)]
+        return data.pages_of(self._spec, group, arrays)
+
+    def import_pages(self, group: int, ids: Sequence[int], pages: Pages) -> None:
+        head = {"do": "import_pages", "group": group, "ids": [int(i) for i in ids]}
+        arrays = data.page_arrays(pages)
+        if not self._is_cut(group):
+            self.ask(head, arrays)
+            return
+        parts = zip(*(np.split(array, self._ranks, axis=2) for array in arrays), strict=True)
+        self.settle(self._post([Message(head, part) for part in parts]))
+
+
+def _first_error(ticket: Ticket) -> str:
+    errors_ = (f"rank {rank}: {a.head['message']}" for rank, a in ticket.answers.items() if "error" in a.head)
+    return next(errors_, "")
+
+
+def _raise(rank: int, head: Mapping[str, Any]) -> NoReturn:
+    kind: type[TriviumError] = getattr(errors, head["error"], BackendError)
+    raise kind(f"rank {rank}: {head['message']}", param=head["param"])
+
+
+def _loads(own: Sequence[Sharded], weights: Mapping[str, Any]) -> Iterator[tuple[Pending, int | None, list[list[str]]]]:
+    """(weight, the dimension that it is cut along, each rank's names for its part): every part once."""
+    found: dict[tuple[int, int | None], tuple[Pending, list[list[str]]]] = {}
+    for rank, sharded in enumerate(own):
+        for constant in sharded.program.constants:
+            part: Part = sharded.parts[constant.value.name]
+            pending = weights[part.name]
+            _, names = found.setdefault((id(pending), part.dim), (pending, [[] for _ in own]))
+            names[rank].append(constant.value.name)
+    for (_, dim), (pending, names) in found.items():
+        yield pending, dim, names
+
+
+def _load_messages(pending: Pending, dim: int | None, names: Sequence[list[str]], ranks: int) -> Iterator[Message]:
+    """Each rank's part of a weight; floats go as they are stored, the rest as float32."""
+    weight = pending.weight
+    stored = weight.format if weight.format in _FLOATS else "float32"
+    whole = np.asarray(weight.data if weight.format in _FLOATS else weight.decode()).reshape(weight.shape)
+    for rank in range(ranks):
+        array, origin = whole, weight.origin
+        if dim is not None:
+            size = weight.shape[dim] // ranks
+            array = whole[(slice(None),) * dim + (slice(rank * size, (rank + 1) * size),)]
+            origin = weight.origin and f"{weight.origin}/{dim}:{rank} of {ranks}"
+        head = {
+            "do": "load", "names": names[rank], "name": weight.name, "shape": list(array.shape), "stored": stored, "origin": origin,
+            "format": pending.format,
+        }  # fmt: skip
+        yield Message(head, [array])

@@ -1,0 +1,222 @@
+"""Tensor parallelism over processes of one machine: the tokens are those of one rank, whatever is cut, moved or lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import numpy as np
+import pytest
+from tiny_checkpoints import FAMILIES, make_checkpoint
+
+from trivium import LLM, SamplingParams
+from trivium.errors import BackendError, InvalidRequestError, UnsupportedError
+from trivium.models import build
+from trivium.ops import Group, KVSpec, PagedKV, Recurrent, new_builder
+from trivium.weights import open_checkpoint
+
+pytest.importorskip("torch")
+
+from trivium_torch.ranks.data import Message, program_message, program_of
+from trivium_torch.ranks.session import rank_devices
+from trivium_torch.ranks.shard import local_spec, shard
+from trivium_torch.ranks.wire import Wire
+
+LOAD = {"dtype": "float32", "kv_dtype": "float32", "num_kv_blocks": 96, "block_size": 16, "progress": False}
+PROMPTS = [[(7 * i * i + n) % 250 for i in range(n)] for n in (1, 16, 37, 50)]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+ASKED = [
+    GREEDY, SamplingParams(temperature=0.9, seed=5, max_tokens=12, ignore_eos=True),
+    SamplingParams(temperature=1.2, seed=6, top_k=30, top_p=0.9, min_p=0.01, max_tokens=12, ignore_eos=True, logprobs=3),
+    SamplingParams(temperature=0.8, seed=7, repetition_penalty=1.3, logit_bias={7: 2.0}, max_tokens=12, ignore_eos=True),
+]  # fmt: skip
+HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4}
+
+
+def over(ranks, **more):
+    return {**LOAD, "backend_options": {"tensor_parallel": ranks}, **more}
+
+
+def ids(outputs):
+    return [[c.token_ids for c in output.outputs] for output in outputs]
+
+
+def traced(folder):
+    return build(open_checkpoint(folder).config, max_model_len=64)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    home = tmp_path_factory.mktemp("models")
+    return {family: make_checkpoint(home / family, family) for family in FAMILIES}
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory):
+    """A model whose heads four ranks can share."""
+    return make_checkpoint(tmp_path_factory.mktemp("wide") / "llama", "llama", **HEADS)
+
+
+def reference(folder, **more):
+    with LLM(folder, "reference", **{**LOAD, **more}) as llm:
+        return ids(llm.generate(PROMPTS, ASKED))
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3", "phi3"])
+def test_two_ranks_give_the_reference_s_tokens(folders, family):
+    with LLM(folders[family], "torch:cpu", **over(2)) as llm:
+        assert ids(llm.generate(PROMPTS, ASKED)) == reference(folders[family])
+        llm.engine.check()
+
+
+def test_four_ranks_share_heads_weights_and_pages(wide):
+    with LLM(wide, "torch:cpu", **LOAD) as llm:
+        alone = llm.loaded.session.memory()
+    with LLM(wide, "torch:cpu", **over(4)) as llm:
+        assert ids(llm.generate(PROMPTS, ASKED)) == reference(wide)
+        together = llm.loaded.session.memory()
+        assert together.kv == alone.kv  # over all ranks: none stores another's heads
+        embedding_and_norms = together.weights - alone.weights  # what each of the other three holds as well
+        assert 0 < embedding_and_norms < alone.weights
+
+
+def test_chunks_preemption_and_cached_prefixes_change_no_token(wide):
+    with LLM(wide, "torch:cpu", **over(2, num_kv_blocks=34, block_size=4, max_model_len=64, max_num_batched_tokens=20)) as llm:
+        want = reference(wide)
+        assert ids(llm.generate(PROMPTS, ASKED)) == want == ids(llm.generate(PROMPTS, ASKED))
+        assert llm.engine.stats.preemptions > 0 and llm.engine.stats.cached_tokens > 0
+
+
+@pytest.mark.parametrize(("ahead", "backend"), [("reference", "torch:cpu"), ("torch:cpu", "reference")])
+def test_pages_go_from_one_device_to_ranks_and_back(wide, ahead, backend):
+    two = {"backend_options": {"tensor_parallel": 2}}
+    split = two if backend == "torch:cpu" else {"prefill_options": two}
+    with LLM(wide, backend, prefill=ahead, **LOAD, **split) as llm:
+        assert ids(llm.generate(PROMPTS, ASKED)) == reference(wide)
+
+
+def test_weights_are_cut_on_both_sides_of_a_block(wide):
+    parts = shard(traced(wide), (), 2, 1).parts
+    cut = {part.name.removeprefix("model.layers.0."): part.dim for part in parts.values() if part.dim is not None}
+    columns = {f"self_attn.{p}_proj.weight": 0 for p in "qkv"} | {f"mlp.{p}_proj.weight": 0 for p in ("gate", "up")}
+    assert columns | {"self_attn.o_proj.weight": 1, "mlp.down_proj.weight": 1, "lm_head.weight": 0} == {
+        name: dim for name, dim in cut.items() if not name.startswith("model.layers")
+    }
+
+
+def test_a_group_is_stored_in_parts_if_all_its_layers_are():
+    groups = (Group(PagedKV(4, 8), (0, 1)), Group(PagedKV(4, 8, 16), (2,)), Group(Recurrent((3, 5)), (3,)))
+    cut = local_spec(KVSpec(16, "float32", groups), frozenset({0, 1}), 2)
+    assert [group.spec for group in cut.groups] == [PagedKV(2, 8), PagedKV(4, 8, 16), Recurrent((3, 5))]
+
+
+def test_ranks_meet_twice_a_layer_and_once_for_the_logits(wide):
+    names = [call.name for call in shard(traced(wide), (), 4, 0).program.calls]
+    layers = open_checkpoint(wide).config["num_hidden_layers"]
+    assert names.count("all_reduce") == 2 * layers and names.count("all_gather") == 1
+
+
+def test_heads_that_ranks_cannot_share_stay_whole(wide):
+    made = shard(traced(wide), (), 3, 0)
+    assert made.cut_states == frozenset()
+    assert not any("self_attn" in part.name for part in made.parts.values() if part.dim is not None)
+
+
+@pytest.mark.slow
+def test_three_ranks_that_share_little_give_the_reference_s_tokens(wide):
+    with LLM(wide, "torch:cpu", **over(3)) as llm:
+        assert ids(llm.generate(PROMPTS, ASKED)) == reference(wide)
+
+
+def test_an_operator_without_a_rule_gets_its_arguments_whole():
+    b = new_builder()
+    x = b.embedding(b.input("token_ids"), b.weight("table", (9, 8)))
+    wide_x = b.linear(x, b.weight("up", (16, 8)))
+    y = b.rms_norm(wide_x, b.weight("norm", (16,)), eps=1e-5)  # over all channels
+    logits = b.gather_rows(b.linear(y, b.weight("head", (9, 16))), b.input("sample_rows"))
+    made = shard(b.finish({"logits": logits}, vocab_size=9), (), 2, 0)
+    assert made.parts["up"].dim is None  # rather than cut and gathered at once
+    assert [call.name for call in made.program.calls].count("all_gather") == 0
+
+
+def test_a_bias_after_a_sum_is_added_by_one_rank():
+    b = new_builder()
+    x = b.embedding(b.input("token_ids"), b.weight("table", (9, 8)))
+    y = b.linear(b.activation(b.linear(x, b.weight("up", (16, 8))), kind="silu"), b.weight("down", (8, 16)), b.weight("bias", (8,)))
+    program = b.finish({"logits": b.gather_rows(y, b.input("sample_rows"))}, vocab_size=8)
+    assert ["bias" in shard(program, (), 2, rank).parts for rank in (0, 1)] == [True, False]
+
+
+def test_programs_are_the_same_on_the_other_side_of_a_wire(folders):
+    import socket
+
+    here, there = socket.socketpair()
+    for folder in folders.values():
+        program = traced(folder)
+        Wire(here).send(program_message(program))
+        again = program_of(Wire(there).recv())
+        assert str(again) == str(program)
+        for mine, theirs in zip(program.constants, again.constants, strict=True):
+            assert mine.array is None or np.array_equal(mine.array, theirs.array)
+    Wire(here).send(Message({"none": None}, [np.zeros((0, 3), np.int32), np.float32([[1]])[:, ::-1]]))
+    got = Wire(there).recv()
+    assert got.head == {"none": None} and [a.shape for a in got.arrays] == [(0, 3), (1, 1)]
+    here.close()
+    there.close()
+
+
+def test_a_rank_that_ends_is_an_error_and_not_a_wait(wide):
+    with LLM(wide, "torch:cpu", **over(2)) as llm:
+        os.kill(llm.loaded.session._processes[1].pid, signal.SIGKILL)
+        for _ in range(2):
+            with pytest.raises(BackendError, match="the tensor-parallel group is lost: rank 1 has ended"):
+                llm.generate(PROMPTS[:1], GREEDY)
+
+
+def test_what_a_rank_raises_is_raised_with_its_number(wide):
+    from trivium.plugin import resolve
+
+    backend, device = resolve("torch:cpu")
+    session = backend.open(device, {"dtype": "float32", "tensor_parallel": 2})
+    try:
+        with pytest.raises(BackendError, match="rank 0: no step was run yet"):
+            session.ask({"do": "output", "name": "logits"})  # before there is a step
+        assert session.memory().total > 0  # the group goes on
+    finally:
+        session.close()
+
+
+@pytest.mark.parametrize("ranks", [0, -1, "2", True, 1.5])
+def test_a_senseless_number_of_ranks_is_refused(wide, ranks):
+    with pytest.raises(InvalidRequestError, match="tensor_parallel must be a positive integer"):
+        LLM(wide, "torch:cpu", **over(ranks))
+
+
+def test_more_ranks_than_devices_are_refused_with_both_numbers():
+    from trivium_torch.plugin import TorchBackend
+
+    class Lanes(TorchBackend):
+        def device_names(self):
+            return ["lane:0", "lane:1"]
+
+        def describe(self, index, name):
+            from trivium.plugin import Device
+
+            return Device(index, name)
+
+    backend = Lanes()
+    first, second = backend.probe().devices
+    assert rank_devices(backend, first, 2) == [first, second]
+    with pytest.raises(InvalidRequestError, match="tensor_parallel 2 needs as many devices from lane:1 on; there are 1"):
+        rank_devices(backend, second, 2)
+
+
+def test_adapters_over_ranks_are_refused(wide):
+    with pytest.raises(UnsupportedError, match="adapters need"):
+        LLM(wide, "torch:cpu", enable_lora=True, **over(2))
+
+
+@pytest.mark.slow
+def test_rounded_weights_are_shared_out_too(wide):
+    with LLM(wide, "torch:cpu", quantize="int8", **over(2)) as llm:
+        assert len(llm.generate(PROMPTS[:1], GREEDY)[0].outputs[0].token_ids) == 12
