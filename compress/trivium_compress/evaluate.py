@@ -82,8 +82,8 @@ def evaluate(
     judged: Side, material: Material, against: Side | None = None, *, answers: int = 0, answer_tokens: int = 128,
     progress: Progress | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """The figures of measures.Tally, who was compared, and `answers` (of so many prompts, what either makes of them, greedily). Both
-    models are loaded; of the logits, one window's of the measure and a step's of what is judged are held at a time.
+    """The figures of measures.Tally, who was compared, and `answers` (of so many prompts, what either makes of them, greedily).
+    Both models are loaded; of the logits, one window's of the measure and a step's of what is judged are held at a time.
 
     Raises InvalidRequestError for what can't be asked, and UnsupportedError if the two have different vocabularies.
     """
@@ -99,7 +99,8 @@ def evaluate(
             report(i, len(windows), "windows")
             _measure(tally, window, scorer, measure)
         found = _answers(windows, scorer, measure, answers, answer_tokens, report)
-        sides = {"judged": _described(judged, scorer), "against": None if measure is None or against is None else _described(against, measure)}
+        other = None if measure is None or against is None else _described(against, measure)
+        sides = {"judged": _described(judged, scorer), "against": other}
     report(len(windows), len(windows), "done")
     return {**sides, "material": _material(material), **tally.figures(), "answers": [a._asdict() for a in found]}
 
@@ -125,8 +126,8 @@ def _material(material: Material) -> dict[str, Any]:
 def _check_alike(a: Scorer, b: Scorer) -> None:
     if a.vocab_size != b.vocab_size or a.llm.tokenizer.tokens() != b.llm.tokenizer.tokens():
         sizes = f"{a.vocab_size} and {b.vocab_size} tokens"
-        raise UnsupportedError(f"{a.llm.loaded.name} and {b.llm.loaded.name} have different vocabularies ({sizes}); only models of one "
-                               "can be compared", param="against")  # fmt: skip
+        message = f"{a.llm.loaded.name} and {b.llm.loaded.name} have different vocabularies ({sizes}); only equal ones compare"
+        raise UnsupportedError(message, param="against")
 
 
 def _measure(tally: Tally, window: Window, scorer: Scorer, measure: Scorer | None) -> None:
@@ -175,4 +176,5 @@ class Limit(NamedTuple):
     def check(self, report: Mapping[str, Any]) -> dict[str, Any]:
         value = report[self.figure]["value"]
         passed = value <= self.bound if self.at_most else value >= self.bound
-        return {"figure": self.figure, "value": value, "at_most" if self.at_most else "at_least": self.bound, "passed": bool(passed)}
+        bound = {"at_most" if self.at_most else "at_least": self.bound}
+        return {"figure": self.figure, "value": value, **bound, "passed": bool(passed)}

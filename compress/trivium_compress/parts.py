@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from trivium.errors import CheckpointError, InvalidRequestError
+from trivium.weights.formats import SAFETENSORS_TYPES
 from trivium.weights.safetensors import SafetensorsFile
 
 from trivium_compress.stored import Stored
@@ -25,12 +26,11 @@ from trivium_compress.stored import Stored
 Array = npt.NDArray[Any]
 VERSION = 1
 """Of the manifest and of how results are computed: a run can't go on what another version began."""
-KINDS = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "F8_E8M0", "I64", "I32", "I16", "I8", "U64", "U32", "U16", "U8",
-                   "BOOL"})  # fmt: skip
+KINDS = frozenset(SAFETENSORS_TYPES)
 """The dtypes of safetensors."""
 _PLAIN = {
-    "float64": "F64", "float32": "F32", "float16": "F16", "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint16": "U16",
-    "uint8": "U8",
+    "float64": "F64", "float32": "F32", "float16": "F16", "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8",
+    "uint16": "U16", "uint8": "U8",
 }  # fmt: skip
 
 
@@ -46,7 +46,8 @@ class Parts:
         if self._manifest.exists():
             self._open()
         elif any(folder.iterdir()):
-            raise InvalidRequestError(f"{folder} has files, but no manifest.json: it is not ours; give another output", param="output")
+            message = f"{folder} has files, but no manifest.json: it is not ours; give another output"
+            raise InvalidRequestError(message, param="output")
         else:
             self._write()
         self.resumed = len(self.done)

@@ -1,4 +1,5 @@
-"""What is compressed: a folder of safetensors, or a .gguf file, with what must be copied, and the names under which it is stored."""
+"""What is compressed: a folder of safetensors, or a .gguf file, with what must be copied, and the names under which it is
+stored."""
 
 from __future__ import annotations
 
@@ -35,8 +36,8 @@ _KINDS = {format: kind for kind, format in SAFETENSORS_TYPES.items()}
 
 @dataclass(frozen=True)
 class Source:
-    """checkpoint: its tensors by canonical name, as they are stored; arranged: by the names that the family gives them. program: its
-    constants name stored tensors wherever these are read as they are; made: the sources that the family makes of several, or
+    """checkpoint: its tensors by canonical name, as they are stored; arranged: by the names that the family gives them. program:
+    its constants name stored tensors wherever these are read as they are; made: the sources that the family makes of several, or
     otherwise. stored: canonical name -> (file, name there). extra: names of tensors in `gguf` that no model reads."""
 
     path: Path
@@ -129,7 +130,7 @@ def check_output(source: Source, output: Path) -> None:
     if source.gguf is not None and output.suffix != ".gguf":
         raise InvalidRequestError(f"a .gguf file becomes a .gguf file; {output} is none", param="output")
     if source.gguf is None and output.suffix == ".gguf":
-        message = "a folder of safetensors becomes a folder in the format compressed-tensors; for a .gguf file convert it to one first"
+        message = "a folder becomes a folder in the format compressed-tensors; for a .gguf file convert it to one first"
         raise InvalidRequestError(message, param="output")
     if output.exists():
         raise InvalidRequestError(f"{output} exists; give another output, or remove it", param="output")

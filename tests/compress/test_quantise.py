@@ -189,7 +189,7 @@ def test_what_was_begun_otherwise_is_not_gone_on_with(stopped: tuple[Path, Path]
     data = bytearray(weights.read_bytes())
     data[-1] ^= 1
     weights.write_bytes(data)
-    with pytest.raises(InvalidRequestError, match="was begun with another (source|files)"):
+    with pytest.raises(InvalidRequestError, match=r"was begun with another (source|files)"):
         quantise(source, out, Recipe(), reading(text))
 
 
@@ -301,7 +301,7 @@ def test_outputs_and_texts_that_can_not_be_used_are_refused(llama: Path, tmp_pat
     quantise(llama, tmp_path / "once", Recipe("int8"))
     with pytest.raises(UnsupportedError, match="is quantised by compressed-tensors already"):
         quantise(tmp_path / "once", tmp_path / "twice", Recipe())
-    with pytest.raises(InvalidRequestError, match="a window|must be 1 or more"):
+    with pytest.raises(InvalidRequestError, match="windows must be 1 or more"):
         quantise(llama, tmp_path / "out", Recipe(), Calibration(text, 3, 4))
 
 
@@ -374,7 +374,8 @@ def test_the_command_says_what_it_did(llama: Path, tmp_path: Path, text: Path, c
     assert report["windows"] == 4 and report["method"] == "gptq" and report["memory_bytes"] < 1 << 30
     size = sum(read_size(path) for path in (tmp_path / "a").glob("*.safetensors"))
     assert report["bytes"] == size
-    assert main(["quantize", str(llama), "-o", str(tmp_path / "b"), "--format", "none", "--prune", "magnitude", "--sparsity", "0.5"]) == 0
+    pruned = ["--format", "none", "--prune", "magnitude", "--sparsity", "0.5"]
+    assert main(["quantize", str(llama), "-o", str(tmp_path / "b"), *pruned]) == 0
     told = capsys.readouterr().out
     assert "50.0 %; no backend skips zeros" in told and "21 float" in told
     assert main(["quantize", str(llama), "-o", str(tmp_path / "b")]) == 2
