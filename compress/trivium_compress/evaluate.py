@@ -89,8 +89,9 @@ def evaluate(
     """
     report = progress or (lambda done, total, what: None)
     with contextlib.ExitStack() as opened:
-        scorer = _opened(judged, material.window, opened)
-        measure = _opened(against, material.window, opened) if against is not None else None
+        room = answer_tokens if answers else 0
+        scorer = _opened(judged, material.window, room, opened)
+        measure = _opened(against, material.window, room, opened) if against is not None else None
         if measure is not None:
             _check_alike(scorer, measure)
         windows = material.windows(scorer.llm.tokenizer)
@@ -105,8 +106,8 @@ def evaluate(
     return {**sides, "material": _material(material), **tally.figures(), "answers": [a._asdict() for a in found]}
 
 
-def _opened(side: Side, window: int, opened: contextlib.ExitStack) -> Scorer:
-    scorer = Scorer(side.model, window, side.options)
+def _opened(side: Side, window: int, room: int, opened: contextlib.ExitStack) -> Scorer:
+    scorer = Scorer(side.model, window, side.options, room=room)
     opened.callback(scorer.close)
     return scorer
 

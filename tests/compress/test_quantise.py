@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from tiny_checkpoints import make_checkpoint, make_weights, read_safetensors, tiny_config
 from trivium_compress import Calibration, Recipe, quantise
-from weight_files import TOKENIZER, llama_metadata, llama_tensors, write_gguf
+from weight_files import whole_blocks_gguf
 
 from trivium import LLM, SamplingParams
 from trivium.cli import main
@@ -305,20 +305,6 @@ def test_outputs_and_texts_that_can_not_be_used_are_refused(llama: Path, tmp_pat
         quantise(llama, tmp_path / "out", Recipe(), Calibration(text, 3, 4))
 
 
-def tiny_file(path: Path) -> Path:
-    """A Llama of two layers in GGUF, rows of 64 and 96 numbers and one of 256."""
-    sizes = {"embedding_length": 64, "feed_forward_length": 256, "attention.head_count": 4, "attention.head_count_kv": 2}
-    vocabulary = {
-        "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": [chr(33 + i) for i in range(94)] + ["Ġ", "<s>"],
-        "tokenizer.ggml.merges": ["a b"], "tokenizer.ggml.bos_token_id": 95, "tokenizer.ggml.eos_token_id": 95,
-        "tokenizer.chat_template": "{{ messages }}", "general.name": "tiny", "general.tags": ["a", "b"],
-    }  # fmt: skip
-    vocabulary["tokenizer.ggml.tokens"][-3] = "ab"
-    tensors = llama_tensors(hidden=64, inter=256, kv=32, vocab=96)
-    tensors["rope_freqs.weight"] = np.ones(8, np.float32)
-    return write_gguf(path, "llama", llama_metadata(**sizes) | TOKENIZER | vocabulary, tensors)
-
-
 BY_BLOCKS = {
     "q4_0": (Recipe("q4_0", "q8_0"), {"Q4_0": 14, "Q8_0": 1, "F32": 6}, 0.12),
     "q4_1 by a text": (Recipe("q4_1", method="awq+gptq"), {"Q4_1": 14, "F32": 7}, 0.12),
@@ -329,7 +315,7 @@ BY_BLOCKS = {
 
 @pytest.mark.parametrize("name", BY_BLOCKS)
 def test_a_gguf_file_becomes_one_that_others_read(tmp_path: Path, text: Path, name: str):
-    source, out = tiny_file(tmp_path / "in.gguf"), tmp_path / "out.gguf"
+    source, out = whole_blocks_gguf(tmp_path / "in.gguf"), tmp_path / "out.gguf"
     recipe, kinds, tolerance = BY_BLOCKS[name]
     report = quantise(source, out, recipe, reading(text) if recipe.method else None)
     before, after = gguf.GGUFReader(source), gguf.GGUFReader(out)
@@ -352,7 +338,7 @@ def test_a_gguf_file_becomes_one_that_others_read(tmp_path: Path, text: Path, na
 
 
 def test_a_gguf_file_that_is_rounded_can_be_rounded_again_and_pruned_where_zeros_stay(tmp_path: Path):
-    source = tiny_file(tmp_path / "in.gguf")
+    source = whole_blocks_gguf(tmp_path / "in.gguf")
     quantise(source, tmp_path / "a.gguf", Recipe("q8_0"))
     quantise(tmp_path / "a.gguf", tmp_path / "b.gguf", Recipe("q4_0", prune="magnitude", sparsity="2:4"))
     rows = open_checkpoint(tmp_path / "b.gguf").tensor(Q_PROJ).decode().reshape(-1, 4)
