@@ -2,9 +2,10 @@
 their bits a weight, and those of a peer's file of the same model.
 
 The original is what --model holds: if that is a .gguf file of rounded weights, these are the measure, and "original" in the report
-says so. Calibrated on documents of this project that are not among those it is judged on. Everything is computed by one backend, in
-float32 from the stored numbers, so that only the stored numbers differ. --peer: a .gguf file of the same model, such as llama.cpp's
-Q4_K_M. Prints JSON.
+says so, and a recipe on the grid that they are on already (q4_1 of Q4_1) costs next to nothing: take a bf16 folder to judge
+methods by. Calibrated on documents of this project that are not among those it is judged on. Everything is computed by one backend,
+in float32 from the stored numbers, so that only the stored numbers differ. --peer: a .gguf file of the same model, such as
+llama.cpp's Q4_K_M. Prints JSON.
 
     python benchmarks/quantize_quality.py [--model M] [--peer FILE] [--recipes NAME ...] [--windows N] [--max-windows N] [--backend
     B]

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from trivium.errors import InvalidRequestError, UnsupportedError
-from trivium.models import arrange, build
+from trivium.models import arrange, build, describe
 from trivium.ops import Constant, Program, Weight
 from trivium.weights import Checkpoint, open_checkpoint
 from trivium.weights.checkpoint import EMBEDDING, HEAD, canonical_name
@@ -94,14 +94,18 @@ class Source:
         return HEAD not in self.stored
 
 
-def open_source(path: Path) -> Source:
-    """Opens a model. UnsupportedError if its weights are of a published quantised format."""
+def open_source(path: Path, window: int | None = None) -> Source:
+    """Opens a model, with its Program for sequences of up to `window` tokens (None: as long as it can). UnsupportedError if its
+    weights are of a published quantised format; InvalidRequestError if it can't read so many tokens."""
     checkpoint = open_checkpoint(path)
     if "quantization_config" in checkpoint.config:
         method = checkpoint.config["quantization_config"].get("quant_method")
         raise UnsupportedError(f"{path} is quantised by {method} already; take the checkpoint that it was made from")
     arranged = replace(checkpoint, tensors=arrange(checkpoint.config, checkpoint.tensors))
-    program, made = _by_stored_names(build(checkpoint.config), checkpoint, arranged)
+    positions = describe(checkpoint.config).max_positions
+    if window is not None and window > positions:
+        raise InvalidRequestError(f"windows of {window} tokens are longer than the model's {positions} positions", param="window")
+    program, made = _by_stored_names(build(checkpoint.config, max_model_len=window), checkpoint, arranged)
     gguf, extra = None, tuple[str, ...]()
     if path.suffix == ".gguf" or not any(path.glob("*.safetensors")):
         gguf = GGUFFile(path if path.is_file() else next(path.glob("*.gguf")))

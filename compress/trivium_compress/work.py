@@ -57,7 +57,7 @@ def quantise(
     memory.py. Raises InvalidRequestError for what can't be asked, also if what was begun was begun otherwise or from another model;
     CapacityError if the bound is too low; UnsupportedError and CheckpointError as open_checkpoint().
     """
-    source = open_source(model)
+    source = open_source(model, None if calibration is None else max(calibration.window, LEAST))
     check_output(source, output)
     if recipe.needs_inputs() and calibration is None:
         what = f"method {recipe.method}" if recipe.method not in (None, "rtn") else f"prune {recipe.prune}"

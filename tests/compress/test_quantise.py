@@ -303,6 +303,8 @@ def test_outputs_and_texts_that_can_not_be_used_are_refused(llama: Path, tmp_pat
         quantise(tmp_path / "once", tmp_path / "twice", Recipe())
     with pytest.raises(InvalidRequestError, match="windows must be 1 or more"):
         quantise(llama, tmp_path / "out", Recipe(), Calibration(text, 3, 4))
+    with pytest.raises(InvalidRequestError, match="windows of 513 tokens are longer than the model's 512 positions"):
+        quantise(llama, tmp_path / "out", Recipe(), Calibration(text, 3, 513))
 
 
 BY_BLOCKS = {
