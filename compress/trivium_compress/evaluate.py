@@ -28,11 +28,6 @@ class Side:
     model: str
     options: Mapping[str, Any] = field(default_factory=dict)
 
-    def __str__(self) -> str:
-        chosen = (f"{name} {self.options[name]}" for name in ("backend", "dtype", "quantize", "kv_dtype"))
-        given = [text for text in chosen if self.options.get(text.split()[0]) not in (None, "auto")] if self.options else []
-        return ", ".join([self.model, *given])
-
 
 @dataclass(frozen=True)
 class Material:

@@ -13,8 +13,8 @@ from trivium.errors import InvalidRequestError
 from trivium.text import Tokenizer
 
 Ids = npt.NDArray[np.int32]
-MAX_BYTES = 1 << 30
-"""Largest file that is read."""
+MAX_BYTES = 32 << 20
+"""Largest file that is read: some eight million tokens, far more than anyone waits for."""
 
 
 class Window(NamedTuple):
