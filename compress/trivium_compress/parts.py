@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from filelock import FileLock, Timeout
 from trivium.errors import CheckpointError, InvalidRequestError
 from trivium.weights.formats import SAFETENSORS_TYPES
 from trivium.weights.safetensors import SafetensorsFile
@@ -24,6 +25,7 @@ from trivium.weights.safetensors import SafetensorsFile
 from trivium_compress.stored import Stored
 
 Array = npt.NDArray[Any]
+_LOCK = ".lock"
 VERSION = 1
 """Of the manifest and of how results are computed: a run can't go on what another version began."""
 KINDS = frozenset(SAFETENSORS_TYPES)
@@ -43,14 +45,27 @@ class Parts:
         self.identity = json.loads(json.dumps({"version": VERSION, **identity}))
         self.done: dict[str, Any] = {}
         folder.mkdir(parents=True, exist_ok=True)
-        if self._manifest.exists():
-            self._open()
-        elif any(folder.iterdir()):
+        if not self._manifest.exists() and any(path.name != _LOCK for path in folder.iterdir()):
             message = f"{folder} has files, but no manifest.json: it is not ours; give another output"
             raise InvalidRequestError(message, param="output")
-        else:
-            self._write()
+        self._lock = FileLock(folder / _LOCK, timeout=0)
+        try:
+            self._lock.acquire()
+        except Timeout:
+            raise InvalidRequestError(f"another run is at work in {folder}; wait for it, or give another output") from None
+        try:
+            if self._manifest.exists():
+                self._open()
+            else:
+                self._write()
+        except BaseException:
+            self.close()
+            raise
         self.resumed = len(self.done)
+
+    def close(self) -> None:
+        """Lets others go on with the folder."""
+        self._lock.release()
 
     def _open(self) -> None:
         try:
@@ -108,6 +123,7 @@ class Parts:
 
     def remove(self) -> None:
         """The folder with all that is in it."""
+        self.close()
         shutil.rmtree(self.folder)
 
 

@@ -122,6 +122,16 @@ class Job:
         walk = Walk(self.source.program, self.calibration.window) if windows and self.calibration else None
         need = self._check_memory(walk, windows)
         parts = Parts(self.output.with_name(self.output.name + ".partial"), self._identity(windows))
+        try:
+            self._work(parts, walk, windows)
+            found = self._report(parts, need, windows)
+            parts.remove()
+            return found
+        finally:
+            parts.close()
+
+    def _work(self, parts: Parts, walk: Walk | None, windows: Sequence[Array]) -> None:
+        """All parts that are not done, and then the whole."""
         order = sorted(layer for layer in self.layers if layer >= 0)
         total = len(order) + 1
         if walk is not None and len(parts.done) < len(order):
@@ -139,9 +149,6 @@ class Job:
         (finish_folder if self.source.gguf is None else finish_gguf)(
             self.source, self.recipe, self.group, {**self.targets, **named}, parts, self.output
         )
-        found = self._report(parts, need, windows)
-        parts.remove()
-        return found
 
     # What is read.
 

@@ -165,6 +165,21 @@ def test_a_run_that_was_stopped_goes_on_and_ends_the_same(llama: Path, tmp_path:
     assert {key: report[key] for key in same} == {key: whole[key] for key in same}
 
 
+def test_a_gguf_file_is_gone_on_with_too(tmp_path: Path, text: Path):
+    source, recipe = whole_blocks_gguf(tmp_path / "in.gguf"), Recipe("q4_k", "q8_0", method="awq+gptq")
+    quantise(source, tmp_path / "whole.gguf", recipe, reading(text))
+
+    def stop(done: int, total: int, what: str) -> None:
+        if done == 1:
+            raise Stop
+
+    with pytest.raises(Stop):
+        quantise(source, tmp_path / "out.gguf", recipe, reading(text), progress=stop)
+    assert not (tmp_path / "out.gguf").exists()
+    assert quantise(source, tmp_path / "out.gguf", recipe, reading(text))["resumed_parts"] == 1
+    assert (tmp_path / "out.gguf").read_bytes() == (tmp_path / "whole.gguf").read_bytes()
+
+
 @pytest.fixture
 def stopped(llama: Path, tmp_path: Path, text: Path) -> tuple[Path, Path]:
     """A source, and an output of which one layer is done."""
@@ -191,6 +206,19 @@ def test_what_was_begun_otherwise_is_not_gone_on_with(stopped: tuple[Path, Path]
     weights.write_bytes(data)
     with pytest.raises(InvalidRequestError, match=r"was begun with another (source|files)"):
         quantise(source, out, Recipe(), reading(text))
+
+
+def test_two_runs_do_not_write_the_same_output(llama: Path, tmp_path: Path):
+    said = list[str]()
+
+    def meanwhile(done: int, total: int, what: str) -> None:
+        if done == 1:
+            with pytest.raises(InvalidRequestError, match="another run is at work"):
+                quantise(llama, tmp_path / "out", Recipe("int8"))
+            said.append(what)
+
+    report = quantise(llama, tmp_path / "out", Recipe("int8"), progress=meanwhile)
+    assert said == ["layer 1"] and report["resumed_parts"] == 0
 
 
 def test_a_damaged_or_foreign_folder_is_refused(stopped: tuple[Path, Path], text: Path, tmp_path: Path):
