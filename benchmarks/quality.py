@@ -20,7 +20,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -116,32 +115,17 @@ def by_onnxruntime(form: str, windows: np.ndarray[Any, Any], precision: str) -> 
         yield np.stack(rows)
 
 
-class _Watched:
-    """An executable whose logits are kept: float32[scored tokens, vocabulary] of the steps so far."""
-
-    def __init__(self, executable: Any) -> None:
-        self._executable = executable
-        self.seen: list[Logits] = []
-
-    def run(self, batch: Any) -> Any:
-        step = self._executable.run(batch)
-        if len(batch.sample_rows):
-            self.seen.append(np.array(step.output("logits")))
-        return step
-
-
 def by_trivium(form: str, windows: np.ndarray[Any, Any], options: str) -> Iterator[Logits]:
     """Through the engine, as a prompt whose tokens are scored. options: more arguments of LLM(), as JSON."""
-    from trivium import LLM, SamplingParams
+    from trivium_compress.logits import Scorer
 
-    limits: dict[str, Any] = {"max_num_seqs": 1, "max_model_len": WINDOW + 1, "enable_prefix_caching": False, "progress": False}
-    with LLM(form, backend="cpu", **limits | json.loads(options)) as llm:
-        watched = _Watched(llm.loaded.executable)
-        llm.engine.model = replace(llm.loaded, executable=watched)
+    given: dict[str, Any] = {"backend": "cpu", "max_num_batched_tokens": WINDOW, "progress": False, **json.loads(options)}
+    scorer = Scorer(form, WINDOW, given)
+    try:
         for window in windows:
-            watched.seen.clear()
-            llm.generate([window.tolist()], SamplingParams(temperature=0.0, max_tokens=0, prompt_logprobs=0))
-            yield np.concatenate(watched.seen)[ROWS, : llm.loaded.vocab_size]
+            yield scorer.rows(window.tolist(), FIRST + 1)
+    finally:
+        scorer.close()
 
 
 COMPUTERS: Mapping[str, Callable[[str, np.ndarray[Any, Any], str], Iterator[Logits]]] = {
@@ -162,19 +146,6 @@ def saved_by_llama(path: Path) -> Iterator[tuple[np.ndarray[Any, Any], Logits]]:
             raw = np.frombuffer(file.read(2 * width * rows), np.uint16).reshape(rows, width)
             step, least = raw[:, :4].copy().view(np.float32).T[..., None]
             yield window, step * raw[:, 4 : 4 + vocab] + least
-
-
-def log_softmax(logits: Logits) -> Logits:
-    """float64, over the last dimension."""
-    x = logits.astype(np.float64)
-    x -= x.max(-1, keepdims=True)
-    return x - np.log(np.exp(x).sum(-1, keepdims=True))
-
-
-def compare(measure: Logits, other: Logits) -> tuple[Logits, Logits]:
-    """By position: the KL divergence in nats, and whether the likeliest token is the same."""
-    p, q = log_softmax(measure), log_softmax(other)
-    return (np.exp(p) * (p - q)).sum(-1), p.argmax(-1) == q.argmax(-1)
 
 
 def summary(divergence: Logits, same: Logits) -> dict[str, float]:
@@ -257,6 +228,8 @@ class Quality:
 
     def judged(self, computer: str, form: str, setting: str) -> dict[str, Any]:
         """One precision against the measure; `error`: why there are no figures."""
+        from trivium_compress.measures import compare  # not at the top: peers run this file in environments without trivium
+
         try:
             given = self.by_llama(form) if computer == "llama.cpp" else self.windows_of(self.logits(computer, form, setting))
             pairs = [compare(p, q) for p, q in zip(self.windows_of(self.folder / "measure.bin"), given, strict=True)]

@@ -1,7 +1,7 @@
 """Factors on the inputs of projections that make what rounding costs small: large inputs get finer steps.
 
-Lin et al., "AWQ: Activation-aware Weight Quantization for On-Device LLM Compression and Acceleration" (2024): factors are a power of
-the inputs' mean size; the exponent is the one with the least error of the outputs.
+Lin et al., "AWQ: Activation-aware Weight Quantization for On-Device LLM Compression and Acceleration" (2024): factors are a power
+of the inputs' mean size; the exponent is the one with the least error of the outputs.
 """
 
 from __future__ import annotations

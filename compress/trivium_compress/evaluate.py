@@ -28,11 +28,6 @@ class Side:
     model: str
     options: Mapping[str, Any] = field(default_factory=dict)
 
-    def __str__(self) -> str:
-        chosen = (f"{name} {self.options[name]}" for name in ("backend", "dtype", "quantize", "kv_dtype"))
-        given = [text for text in chosen if self.options.get(text.split()[0]) not in (None, "auto")] if self.options else []
-        return ", ".join([self.model, *given])
-
 
 @dataclass(frozen=True)
 class Material:
@@ -82,15 +77,16 @@ def evaluate(
     judged: Side, material: Material, against: Side | None = None, *, answers: int = 0, answer_tokens: int = 128,
     progress: Progress | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """The figures of measures.Tally, who was compared, and `answers` (of so many prompts, what either makes of them, greedily). Both
-    models are loaded; of the logits, one window's of the measure and a step's of what is judged are held at a time.
+    """The figures of measures.Tally, who was compared, and `answers` (of so many prompts, what either makes of them, greedily).
+    Both models are loaded; of the logits, one window's of the measure and a step's of what is judged are held at a time.
 
     Raises InvalidRequestError for what can't be asked, and UnsupportedError if the two have different vocabularies.
     """
     report = progress or (lambda done, total, what: None)
     with contextlib.ExitStack() as opened:
-        scorer = _opened(judged, material.window, opened)
-        measure = _opened(against, material.window, opened) if against is not None else None
+        room = answer_tokens if answers else 0
+        scorer = _opened(judged, material.window, room, opened)
+        measure = _opened(against, material.window, room, opened) if against is not None else None
         if measure is not None:
             _check_alike(scorer, measure)
         windows = material.windows(scorer.llm.tokenizer)
@@ -99,13 +95,14 @@ def evaluate(
             report(i, len(windows), "windows")
             _measure(tally, window, scorer, measure)
         found = _answers(windows, scorer, measure, answers, answer_tokens, report)
-        sides = {"judged": _described(judged, scorer), "against": None if measure is None or against is None else _described(against, measure)}
+        other = None if measure is None or against is None else _described(against, measure)
+        sides = {"judged": _described(judged, scorer), "against": other}
     report(len(windows), len(windows), "done")
     return {**sides, "material": _material(material), **tally.figures(), "answers": [a._asdict() for a in found]}
 
 
-def _opened(side: Side, window: int, opened: contextlib.ExitStack) -> Scorer:
-    scorer = Scorer(side.model, window, side.options)
+def _opened(side: Side, window: int, room: int, opened: contextlib.ExitStack) -> Scorer:
+    scorer = Scorer(side.model, window, side.options, room=room)
     opened.callback(scorer.close)
     return scorer
 
@@ -125,8 +122,8 @@ def _material(material: Material) -> dict[str, Any]:
 def _check_alike(a: Scorer, b: Scorer) -> None:
     if a.vocab_size != b.vocab_size or a.llm.tokenizer.tokens() != b.llm.tokenizer.tokens():
         sizes = f"{a.vocab_size} and {b.vocab_size} tokens"
-        raise UnsupportedError(f"{a.llm.loaded.name} and {b.llm.loaded.name} have different vocabularies ({sizes}); only models of one "
-                               "can be compared", param="against")  # fmt: skip
+        message = f"{a.llm.loaded.name} and {b.llm.loaded.name} have different vocabularies ({sizes}); only equal ones compare"
+        raise UnsupportedError(message, param="against")
 
 
 def _measure(tally: Tally, window: Window, scorer: Scorer, measure: Scorer | None) -> None:
@@ -175,4 +172,5 @@ class Limit(NamedTuple):
     def check(self, report: Mapping[str, Any]) -> dict[str, Any]:
         value = report[self.figure]["value"]
         passed = value <= self.bound if self.at_most else value >= self.bound
-        return {"figure": self.figure, "value": value, "at_most" if self.at_most else "at_least": self.bound, "passed": bool(passed)}
+        bound = {"at_most" if self.at_most else "at_least": self.bound}
+        return {"figure": self.figure, "value": value, **bound, "passed": bool(passed)}

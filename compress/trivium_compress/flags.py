@@ -32,16 +32,16 @@ def size(text: str) -> int:
 
 def add_quantize(parser: argparse.ArgumentParser) -> None:
     """The options of `trivium quantize`."""
-    parser.add_argument("model", metavar="MODEL", type=named, help="a folder of safetensors or a .gguf file, or as for `trivium run`")
+    parser.add_argument("model", metavar="MODEL", type=named, help="a folder, a .gguf file, or as for `trivium run`")
     parser.add_argument("-o", "--output", required=True, type=Path, metavar="PATH", help="a new folder, or a new .gguf file")
     add_json(parser)
     group = parser.add_argument_group("format")
     group.add_argument("--format", choices=FORMATS, default="int4", help="of the projections in layers (default: int4)")
     group.add_argument("--embedding", choices=FORMATS, default="none", help="of embedding and head (default: none, as they are)")
     group.add_argument("--method", choices=METHODS, help="how codes are chosen (default: gptq with a text, rtn without)")
-    group.add_argument("--group-size", type=number(int, 1), metavar="N", help="inputs that share a scale (folder only; int4: up to 128)")
-    group.add_argument("--symmetric", action="store_true", help="int4 without zero points (folder only)")
-    group.add_argument("--keep", action="append", default=[], metavar="REGEX", help="modules that stay as they are; may be repeated")
+    group.add_argument("--group-size", type=number(int, 1), metavar="N", help="inputs that share a scale (not of .gguf files)")
+    group.add_argument("--symmetric", action="store_true", help="int4 without zero points (not of .gguf files)")
+    group.add_argument("--keep", action="append", default=[], metavar="REGEX", help="modules that stay as they are")
     group = parser.add_argument_group("pruning")
     group.add_argument("--prune", choices=PRUNINGS, help="makes weights 0; --format none: and nothing else")
     group.add_argument("--sparsity", metavar="SHARE", help="0.5: so many of them; 2:4: two of four consecutive inputs stay")
@@ -118,18 +118,20 @@ def add_eval(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--against-quantize", metavar="FORMAT", help="its resident format (default: as stored)")
     group = parser.add_argument_group("on what")
     group.add_argument("--text", type=Path, metavar="FILE", help="a text, cut into windows")
-    group.add_argument("--chats", type=Path, metavar="FILE", help='chats, one a line: {"messages": [...]}; their last answers count')
+    group.add_argument("--chats", type=Path, metavar="FILE", help='a line each: {"messages": [...]}; the last answers count')
     group.add_argument("--window", type=number(int, 2), default=512, metavar="N", help="tokens of a window (default: 512)")
     group.add_argument("--context", type=number(int, 1), metavar="N", help="of these, the first that don't count (default: half)")
-    group.add_argument("--max-windows", type=number(int, 1), metavar="N", help="take so many, evenly from the whole (default: all)")
+    group.add_argument("--max-windows", type=number(int, 1), metavar="N", help="so many, evenly (default: all)")
     group = parser.add_argument_group("report")
     group.add_argument("--html", type=Path, metavar="FILE", help="a page with the figures, and answers side by side")
-    group.add_argument("--answers", type=number(int, 0), metavar="N", help="prompts that both answer (default: 8 with --html, else 0)")
+    group.add_argument(
+        "--answers", type=number(int, 0), metavar="N", help="prompts that both answer (default: 8, without --html 0)"
+    )
     group.add_argument("--answer-tokens", type=number(int, 1), default=128, metavar="N", help="of each answer (default: 128)")
     group = parser.add_argument_group("gate")
     group.add_argument("--max-kl", type=number(float, 0), metavar="NATS", help="largest mean KL divergence")
     group.add_argument("--min-top1", type=number(float, 0, 1), metavar="SHARE", help="least share of equal likeliest tokens")
-    group.add_argument("--max-ppl-ratio", type=number(float, 0), metavar="RATIO", help="largest perplexity relative to the measure's")
+    group.add_argument("--max-ppl-ratio", type=number(float, 0), metavar="RATIO", help="largest perplexity by the measure's")
 
 
 def evaluate(args: argparse.Namespace) -> int:

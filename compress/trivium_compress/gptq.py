@@ -1,13 +1,13 @@
 """GPTQ: codes chosen column by column, each column's error made good, as far as it goes, by the columns after it.
 
-Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers" (2023), with columns in the order
-of their inputs' squares and scales that were chosen before. Where a mask says so a column's number becomes 0 instead, which is
-SparseGPT (Frantar and Alistarh, 2023).
+Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers" (2023), with columns in the
+order of their inputs' squares and scales that were chosen before. Where a mask says so a column's number becomes 0 instead, which
+is SparseGPT (Frantar and Alistarh, 2023).
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,37 +21,45 @@ BLOCK = 128
 """Columns whose errors reach the columns after the block in one product."""
 
 
-def gptq(
-    w: Array, hessian: Array, grid: Grid | None, steps: Steps | None, *, mask: Array | None = None, damping: float = DAMPING
-) -> tuple[Array, Array]:  # fmt: skip
-    """(int16 codes, the numbers with what was made good before each was rounded), both [rows, columns].
+class Order(NamedTuple):
+    """What is to be known of the inputs. columns: in the order in which they are rounded, largest first; factor: see
+    inverse_factor(), in that order."""
 
-    w: float[rows, columns]; hessian: float64[columns, columns], the sum of x xᵀ over the inputs; grid, steps: what codes mean (None:
-    nothing is rounded, only what the mask says is taken out); mask: bool[rows, columns], False where a number becomes 0.
+    columns: Array
+    factor: Array
+
+
+def ordered(hessian: Array, damping: float = DAMPING) -> Order:
+    """hessian: float64[columns, columns], the sum of x xᵀ over the inputs x."""
+    columns = np.argsort(-np.diag(hessian), kind="stable")
+    return Order(columns, inverse_factor(hessian[np.ix_(columns, columns)], damping))
+
+
+def gptq(w: Array, order: Order, grid: Grid | None, steps: Steps | None, *, mask: Array | None = None) -> tuple[Array, Array]:
+    """(int16 codes, the numbers as each stood when it was to be rounded), both [rows, columns].
+
+    w: float[rows, columns]; grid, steps: what codes mean (None: nothing is rounded, only what the mask says is taken out); mask:
+    bool[rows, columns], False where a number becomes 0.
     """
     rows, columns = w.shape
-    diagonal = np.diag(hessian)
-    order = np.argsort(-diagonal, kind="stable")
-    left = np.array(w[:, order])
-    kept = None if mask is None else mask[:, order]
-    factor = inverse_factor(hessian[np.ix_(order, order)], damping).astype(w.dtype)
-    codes = np.zeros((rows, columns), np.int16)
-    targets = np.empty_like(left)
+    left = np.array(w.T[order.columns], order="C")  # a column's numbers side by side
+    kept = None if mask is None else mask.T[order.columns]
+    factor = order.factor.astype(w.dtype)
+    codes, stood = np.zeros((columns, rows), np.int16), np.empty_like(left)
     for start in range(0, columns, BLOCK):
         stop = min(start + BLOCK, columns)
-        errors = np.empty((rows, stop - start), w.dtype)
+        errors = np.empty((stop - start, rows), w.dtype)
         for j in range(start, stop):
-            column = targets[:, j] = left[:, j]
-            code, value = _round(column, grid, steps, int(order[j]), columns)
+            column = stood[j] = left[j]
+            codes[j], value = _round(column, grid, steps, int(order.columns[j]), columns)
             if kept is not None:
-                value = np.where(kept[:, j], value, 0)
-                targets[:, j] = np.where(kept[:, j], column, 0)
-            codes[:, j] = code
-            errors[:, j - start] = (column - value) / factor[j, j]
-            left[:, j + 1 : stop] -= errors[:, j - start, None] * factor[j, j + 1 : stop]
-        left[:, stop:] -= errors @ factor[start:stop, stop:]
-    back = np.argsort(order, kind="stable")
-    return codes[:, back], targets[:, back]
+                value = np.where(kept[j], value, 0)
+                stood[j] = np.where(kept[j], column, 0)
+            errors[j - start] = (column - value) / factor[j, j]
+            left[j + 1 : stop] -= factor[j, j + 1 : stop, None] * errors[j - start]
+        left[stop:] -= factor[start:stop, stop:].T @ errors
+    back = np.argsort(order.columns, kind="stable")
+    return np.ascontiguousarray(codes[back].T), np.ascontiguousarray(stood[back].T)
 
 
 def _round(column: Array, grid: Grid | None, steps: Steps | None, index: int, columns: int) -> tuple[Array, Array]:

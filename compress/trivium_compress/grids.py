@@ -69,7 +69,7 @@ class Grid(ABC):
     def codes(self, w: Array, steps: Steps) -> Array:
         """The nearest codes for w[rows, groups, size], as floats."""
         inverse = _ratio(np.ones_like(steps.scale), steps.scale)[..., None]
-        return np.clip(np.rint((w - steps.offset[..., None]) * inverse), self.low, self.high)
+        return np.asarray(np.clip(np.rint((w - steps.offset[..., None]) * inverse), self.low, self.high))
 
     def values(self, codes: Array, steps: Steps) -> Array:
         """What codes[rows, groups, size] stand for."""

@@ -14,7 +14,7 @@ from trivium.ops import Constant, Value, Weight
 
 from trivium_compress.awq import factors, output_error
 from trivium_compress.floats import FLOATS, bits, rounded
-from trivium_compress.gptq import gptq
+from trivium_compress.gptq import Order, gptq, ordered
 from trivium_compress.grids import Grid, Steps, Symmetric, ZeroPoint, meant, nearest
 from trivium_compress.prune import Sparsity, kept
 from trivium_compress.recipe import Recipe, block_kind, packed_grid
@@ -59,8 +59,8 @@ def target(source: Source, name: str, format: str, recipe: Recipe, group: int) -
 
 @dataclass
 class Layer:
-    """A layer at work. targets: what is rounded or pruned, by canonical name; inputs: what is known of what they read. numbers: what
-    has changed, float32, by canonical name; tensors: what is to be written, by canonical name with its last part."""
+    """A layer at work. targets: what is rounded or pruned, by canonical name; inputs: what is known of what they read. numbers:
+    what has changed, float32, by canonical name; tensors: what is to be written, by canonical name with its last part."""
 
     source: Source
     recipe: Recipe
@@ -70,6 +70,7 @@ class Layer:
     numbers: dict[str, Array] = field(default_factory=dict)
     tensors: dict[str, Stored] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
+    _last: tuple[Inputs, Order] | None = None
 
     def weight(self, name: str) -> Array:
         """The numbers as they are now."""
@@ -112,7 +113,8 @@ class Layer:
         for name in scaling.sources:
             self.weight(name)[...] *= factor
         self.inputs[scaling.input] = Inputs(
-            inputs.moments / (np.outer(factor, factor) if inputs.moments.ndim == 2 else factor**2), inputs.size / factor, inputs.count
+            inputs.moments / (np.outer(factor, factor) if inputs.moments.ndim == 2 else factor**2), inputs.size / factor,
+            inputs.count,
         )  # fmt: skip
 
     def _into_norm(self, name: str, offset: float, factor: Array) -> Array:
@@ -160,10 +162,16 @@ class Layer:
     def _by_hessian(self, inputs: Inputs | None) -> bool:
         return inputs is not None and inputs.moments.ndim == 2 and self.recipe.method in (None, "gptq", "awq+gptq")
 
+    def _order(self, inputs: Inputs) -> Order:
+        """Projections that read one value, and come one after another, share it."""
+        if self._last is None or self._last[0] is not inputs:
+            self._last = inputs, ordered(inputs.moments)
+        return self._last[1]
+
     def _pruned(self, w: Array, mask: Array | None, inputs: Inputs | None) -> Array:
         assert mask is not None
         if inputs is not None and self._by_hessian(inputs):
-            return gptq(w, inputs.moments, None, None, mask=mask)[1]
+            return gptq(w, self._order(inputs), None, None, mask=mask)[1]
         return np.where(mask, w, np.float32(0))
 
     def _codes(self, w: Array, mask: Array | None, grid: Grid, inputs: Inputs | None) -> tuple[Array, Steps]:
@@ -171,9 +179,14 @@ class Layer:
         seen = w if mask is None else np.where(mask, w, np.float32(0))
         steps = grid.fit(seen, importance)
         if inputs is not None and self._by_hessian(inputs):
-            codes, _ = gptq(w, inputs.moments, grid, steps, mask=mask)
+            codes, _ = gptq(w, self._order(inputs), grid, steps, mask=mask)
             return (codes if mask is None else np.where(mask, codes, nearest(grid, np.zeros_like(w), steps))), steps
         return nearest(grid, seen, steps), steps
+
+    def forget_inputs(self) -> None:
+        """Once all is rounded, nobody asks for them."""
+        self.inputs.clear()
+        self._last = None
 
     def _finish(self, name: str, w: Array, numbers: Array, inputs: Inputs | None) -> None:
         """Notes the error, of the outputs where inputs are known, else of the weights, relative to the whole; and the zeros."""
@@ -212,5 +225,6 @@ def check_zeros(recipe: Recipe, targets: Mapping[str, Target]) -> None:
     blurred = sorted({t.kind or "" for t in targets.values() if t.grid is not None and not t.grid.holds_zero})
     if blurred:
         raise UnsupportedError(
-            f"zeros don't stay zeros in {' and '.join(blurred)}, whose blocks have an offset; prune with q4_0 or q8_0", param="prune"
+            f"zeros don't stay zeros in {' and '.join(blurred)}, whose blocks have an offset; prune with q4_0 or q8_0",
+            param="prune",
         )  # fmt: skip

@@ -11,8 +11,10 @@ import numpy as np
 import numpy.typing as npt
 from trivium import LLM, SamplingParams
 from trivium.errors import BackendError, InvalidRequestError
+from trivium.models import describe
 from trivium.ops import Batch
 from trivium.plugin import Executable, Step
+from trivium.weights import open_checkpoint, resolve
 
 Array = npt.NDArray[Any]
 ROWS = 64
@@ -35,21 +37,21 @@ class Watched(Executable):
 
 
 class Scorer:
-    """A loaded model that scores windows. options: arguments of LLM()."""
+    """A loaded model that scores windows of at most `window` tokens, and answers with up to `room` tokens more, if it has so many
+    positions. options: arguments of LLM()."""
 
-    def __init__(self, model: str, window: int, options: Mapping[str, Any]) -> None:
+    def __init__(self, model: str, window: int, options: Mapping[str, Any], *, room: int = 0) -> None:
         given = {name: value for name, value in options.items() if value is not None}
-        given["max_num_batched_tokens"] = given.get("max_num_batched_tokens", ROWS)
-        given["max_num_seqs"] = 1
-        self.llm = LLM(model, enable_prefix_caching=False, **{"max_model_len": self._length(window, given), **given})
-        self.vocab_size = self.llm.loaded.vocab_size
-
-    @staticmethod
-    def _length(window: int, given: Mapping[str, Any]) -> int:
         longest = given.get("max_model_len")
         if longest is not None and longest < window:
             raise InvalidRequestError(f"max_model_len {longest} has no room for windows of {window} tokens", param="max_model_len")
-        return longest or window
+        if longest is None:
+            positions = describe(open_checkpoint(resolve(model)).config).max_positions
+            given["max_model_len"] = max(window, min(window + room, positions))
+        given["max_num_batched_tokens"] = given.get("max_num_batched_tokens", ROWS)
+        given["max_num_seqs"] = 1
+        self.llm = LLM(model, enable_prefix_caching=False, **given)
+        self.vocab_size = self.llm.loaded.vocab_size
 
     def score(self, ids: Sequence[int], first: int, use: Callable[[int, Array], None]) -> None:
         """Calls `use(row, logits float32[n, vocab_size])` for rows from `first` - 1 on (row i foretells token i + 1), as the steps
@@ -92,7 +94,7 @@ class Scorer:
         params = SamplingParams(temperature=0.0, max_tokens=tokens)
         longest = self.llm.loaded.max_model_len - tokens
         if longest < 1:
-            message = f"answers of {tokens} tokens don't fit in windows of {self.llm.loaded.max_model_len}"
+            message = f"answers of {tokens} tokens leave no room for a prompt within {self.llm.loaded.max_model_len}"
             raise InvalidRequestError(message, param="answer_tokens")
         outputs = self.llm.generate([list(map(int, ids))[-longest:] for ids in prompts], params)
         return [output.outputs[0].text for output in outputs]

@@ -2,8 +2,8 @@
 
 p is the measure, q is what is judged: KL(p ‖ q) = sum p ln(p / q), in nats (Kullback and Leibler, "On Information and Sufficiency",
 1951). Perplexity: the exponential of the mean of -ln(probability of the token that came). Intervals are those of the bootstrap
-(Efron, "Bootstrap Methods: Another Look at the Jackknife", 1979) over windows, for what is near in a text is not independent: so many
-windows as there are are drawn with replacement, `RESAMPLES` times; the middle 95 % of the figures make the interval.
+(Efron, "Bootstrap Methods: Another Look at the Jackknife", 1979) over windows, for what is near in a text is not independent: so
+many windows as there are are drawn with replacement, `RESAMPLES` times; the middle 95 % of the figures make the interval.
 """
 
 from __future__ import annotations
@@ -52,13 +52,15 @@ class Figure(NamedTuple):
 
 @dataclass
 class Tally:
-    """What was measured, by window: positions, sums of surprise under either, of divergence, and of agreement; and every divergence."""
+    """What was measured, by window: positions, sums of surprise under either, of divergence, and of agreement; and every
+    divergence."""
 
     rows: list[tuple[float, float, float, float, float]] = field(default_factory=list)
     divergences: list[Array] = field(default_factory=list)
 
     def add(self, judged: Array, measure: Array | None, divergence: Array | None, same: Array | None) -> None:
-        """A window: by position, the surprise of what is judged and, with a measure, its surprise, the divergence, the agreement."""
+        """A window: by position, the surprise of what is judged and, with a measure, its surprise, the divergence, the
+        agreement."""
         sums = [0.0 if a is None else float(a.sum()) for a in (judged, measure, divergence, same)]
         self.rows.append((float(len(judged)), sums[0], sums[1], sums[2], sums[3]))
         if divergence is not None:

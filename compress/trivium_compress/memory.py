@@ -1,8 +1,8 @@
 """How much memory a layer will take, from the shapes alone, so that a bound can be kept or refused before anything is read.
 
 Counted is what is held at a time: the layer's weights in float32, what all windows carry from layer to layer, what is known of the
-inputs (float64), one window's values on their way through, and what the search for codes needs. Not counted: the interpreter with its
-libraries, and pages of the checkpoint, which the system may drop at any time.
+inputs (float64), one window's values on their way through, and what the search for codes needs. Not counted: the interpreter with
+its libraries, and pages of the checkpoint, which the system may drop at any time.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ def of_layer(
     walk: Walk | None, segment: Segment | None, source: Source, targets: Mapping[str, Target],
     projections: Mapping[str, Projection], recipe: Recipe, names: Iterable[str],
 ) -> Need:  # fmt: skip
-    """What the layer with the tensors `names` needs. walk, segment None: there is no text, and matrices are rounded one after another."""
+    """What the layer with the tensors `names` needs. walk, segment None: there is no text, and matrices are rounded one after
+    another."""
     shapes = {name: source.checkpoint.tensor(name).shape for name in names}
     matrices = {name: math.prod(shape) for name, shape in shapes.items() if name in targets}
     largest = max(matrices.values(), default=0)
@@ -53,7 +54,7 @@ def of_layer(
     whole = whole_moments(recipe)
     inputs = sum(8 * (width * width + width if whole else 2 * width) for width in widths)
     square = max(widths, default=0) ** 2 if whole else 0
-    return Need(weights, inputs, walk.bytes_of_a_run(segment, frozenset(readers)) + 4 * square, 44 * largest + 64 * square)
+    return Need(weights, inputs, walk.bytes_of_a_run(segment, frozenset(readers)) + 4 * square, 44 * largest + 72 * square)
 
 
 def of_table(source: Source, name: str) -> int:
@@ -73,4 +74,3 @@ def carried(walk: Walk, lengths: Iterable[int]) -> int:
     found = list(lengths)
     most = max((walk.bytes_kept(s, found) for s in walk.segments), default=0)
     return 2 * most + 4 * 8 * sum(found)
-

@@ -17,20 +17,22 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from filelock import FileLock, Timeout
 from trivium.errors import CheckpointError, InvalidRequestError
+from trivium.weights.formats import SAFETENSORS_TYPES
 from trivium.weights.safetensors import SafetensorsFile
 
 from trivium_compress.stored import Stored
 
 Array = npt.NDArray[Any]
+_LOCK = ".lock"
 VERSION = 1
 """Of the manifest and of how results are computed: a run can't go on what another version began."""
-KINDS = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "F8_E8M0", "I64", "I32", "I16", "I8", "U64", "U32", "U16", "U8",
-                   "BOOL"})  # fmt: skip
+KINDS = frozenset(SAFETENSORS_TYPES)
 """The dtypes of safetensors."""
 _PLAIN = {
-    "float64": "F64", "float32": "F32", "float16": "F16", "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint16": "U16",
-    "uint8": "U8",
+    "float64": "F64", "float32": "F32", "float16": "F16", "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8",
+    "uint16": "U16", "uint8": "U8",
 }  # fmt: skip
 
 
@@ -43,13 +45,27 @@ class Parts:
         self.identity = json.loads(json.dumps({"version": VERSION, **identity}))
         self.done: dict[str, Any] = {}
         folder.mkdir(parents=True, exist_ok=True)
-        if self._manifest.exists():
-            self._open()
-        elif any(folder.iterdir()):
-            raise InvalidRequestError(f"{folder} has files, but no manifest.json: it is not ours; give another output", param="output")
-        else:
-            self._write()
+        if not self._manifest.exists() and any(path.name != _LOCK for path in folder.iterdir()):
+            message = f"{folder} has files, but no manifest.json: it is not ours; give another output"
+            raise InvalidRequestError(message, param="output")
+        self._lock = FileLock(folder / _LOCK, timeout=0)
+        try:
+            self._lock.acquire()
+        except Timeout:
+            raise InvalidRequestError(f"another run is at work in {folder}; wait for it, or give another output") from None
+        try:
+            if self._manifest.exists():
+                self._open()
+            else:
+                self._write()
+        except BaseException:
+            self.close()
+            raise
         self.resumed = len(self.done)
+
+    def close(self) -> None:
+        """Lets others go on with the folder."""
+        self._lock.release()
 
     def _open(self) -> None:
         try:
@@ -107,6 +123,7 @@ class Parts:
 
     def remove(self) -> None:
         """The folder with all that is in it."""
+        self.close()
         shutil.rmtree(self.folder)
 
 

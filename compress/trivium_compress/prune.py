@@ -29,14 +29,15 @@ class Sparsity(NamedTuple):
                 return cls(kept=kept, of=of)
         elif re.fullmatch(r"0?\.\d+", text) and 0 < float(text) < 1:
             return cls(share=float(text))
-        raise InvalidRequestError(f"sparsity must be a share between 0 and 1, or KEPT:OF such as 2:4, not {text!r}", param="sparsity")
+        message = f"sparsity must be a share between 0 and 1, or KEPT:OF such as 2:4, not {text!r}"
+        raise InvalidRequestError(message, param="sparsity")
 
 
 def kept(w: Array, sparsity: Sparsity, squares: Array | None = None) -> Array:
     """bool[rows, columns], False for what becomes 0. squares: float[columns], sums of the inputs' squares: Wanda; None: magnitude.
     InvalidRequestError where the columns can't be divided as asked."""
     score = np.abs(w) if squares is None else np.abs(w) * np.sqrt(squares).astype(np.float32)
-    rows, columns = w.shape
+    columns = w.shape[1]
     if sparsity.of:
         if columns % sparsity.of:
             message = f"{sparsity.kept}:{sparsity.of} needs inputs in groups of {sparsity.of}; a projection has {columns}"

@@ -15,8 +15,8 @@ from trivium_compress.prune import Sparsity
 from trivium_compress.stored import BLOCKS
 
 METHODS = ("rtn", "awq", "gptq", "awq+gptq")
-"""How codes are chosen: rounded to the nearest with the scales of least error; after factors on the inputs; with errors made good by
-the columns after; both of the latter."""
+"""How codes are chosen: rounded to the nearest with the scales of least error; after factors on the inputs; with errors made good
+by the columns after; both of the latter."""
 FORMATS = ("int8", "int4", *BLOCKS, "none")
 """int8, int4: of compressed-tensors in a folder, of GGML in a .gguf file; the names of blocks: in a .gguf file only."""
 PRUNINGS = ("magnitude", "wanda")

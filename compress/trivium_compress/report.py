@@ -51,11 +51,11 @@ def as_table(report: Mapping[str, Any]) -> str:
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 75rem; padding: 0 1rem; color: #222; background: #fff; }
-table { border-collapse: collapse; } td, th { padding: .3rem .8rem; border-bottom: 1px solid #ddd; text-align: left; vertical-align: top; }
-.pair { display: grid; grid-template-columns: 1fr 1fr; gap: 1rem; } .pair > div, pre { white-space: pre-wrap; overflow-wrap: anywhere;
-background: #f6f6f6; padding: .7rem; border-radius: .3rem; margin: .3rem 0; } del { background: #fcd5d5; text-decoration: none; }
-ins { background: #d3f2d3; text-decoration: none; } summary { cursor: pointer; } .failed { color: #b00020; font-weight: 600; }
-@media (prefers-color-scheme: dark) { body { color: #ddd; background: #181818; } td, th { border-color: #444; }
+table { border-collapse: collapse; } td, th { padding: .3rem .8rem; border-bottom: 1px solid #ddd; text-align: left; vertical-align:
+top; } .pair { display: grid; grid-template-columns: 1fr 1fr; gap: 1rem; } .pair > div, pre { white-space: pre-wrap; overflow-wrap:
+anywhere; background: #f6f6f6; padding: .7rem; border-radius: .3rem; margin: .3rem 0; } del { background: #fcd5d5; text-decoration:
+none; } ins { background: #d3f2d3; text-decoration: none; } summary { cursor: pointer; } .failed { color: #b00020; font-weight: 600;
+} @media (prefers-color-scheme: dark) { body { color: #ddd; background: #181818; } td, th { border-color: #444; }
 .pair > div, pre { background: #242424; } del { background: #5d2525; } ins { background: #20502a; } .failed { color: #ff8a80; } }
 """
 

@@ -1,4 +1,5 @@
-"""What is compressed: a folder of safetensors, or a .gguf file, with what must be copied, and the names under which it is stored."""
+"""What is compressed: a folder of safetensors, or a .gguf file, with what must be copied, and the names under which it is
+stored."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from trivium.errors import InvalidRequestError, UnsupportedError
-from trivium.models import arrange, build
+from trivium.models import arrange, build, describe
 from trivium.ops import Constant, Program, Weight
 from trivium.weights import Checkpoint, open_checkpoint
 from trivium.weights.checkpoint import EMBEDDING, HEAD, canonical_name
@@ -35,8 +36,8 @@ _KINDS = {format: kind for kind, format in SAFETENSORS_TYPES.items()}
 
 @dataclass(frozen=True)
 class Source:
-    """checkpoint: its tensors by canonical name, as they are stored; arranged: by the names that the family gives them. program: its
-    constants name stored tensors wherever these are read as they are; made: the sources that the family makes of several, or
+    """checkpoint: its tensors by canonical name, as they are stored; arranged: by the names that the family gives them. program:
+    its constants name stored tensors wherever these are read as they are; made: the sources that the family makes of several, or
     otherwise. stored: canonical name -> (file, name there). extra: names of tensors in `gguf` that no model reads."""
 
     path: Path
@@ -93,14 +94,18 @@ class Source:
         return HEAD not in self.stored
 
 
-def open_source(path: Path) -> Source:
-    """Opens a model. UnsupportedError if its weights are of a published quantised format."""
+def open_source(path: Path, window: int | None = None) -> Source:
+    """Opens a model, with its Program for sequences of up to `window` tokens (None: as long as it can). UnsupportedError if its
+    weights are of a published quantised format; InvalidRequestError if it can't read so many tokens."""
     checkpoint = open_checkpoint(path)
     if "quantization_config" in checkpoint.config:
         method = checkpoint.config["quantization_config"].get("quant_method")
         raise UnsupportedError(f"{path} is quantised by {method} already; take the checkpoint that it was made from")
     arranged = replace(checkpoint, tensors=arrange(checkpoint.config, checkpoint.tensors))
-    program, made = _by_stored_names(build(checkpoint.config), checkpoint, arranged)
+    positions = describe(checkpoint.config).max_positions
+    if window is not None and window > positions:
+        raise InvalidRequestError(f"windows of {window} tokens are longer than the model's {positions} positions", param="window")
+    program, made = _by_stored_names(build(checkpoint.config, max_model_len=window), checkpoint, arranged)
     gguf, extra = None, tuple[str, ...]()
     if path.suffix == ".gguf" or not any(path.glob("*.safetensors")):
         gguf = GGUFFile(path if path.is_file() else next(path.glob("*.gguf")))
@@ -129,7 +134,7 @@ def check_output(source: Source, output: Path) -> None:
     if source.gguf is not None and output.suffix != ".gguf":
         raise InvalidRequestError(f"a .gguf file becomes a .gguf file; {output} is none", param="output")
     if source.gguf is None and output.suffix == ".gguf":
-        message = "a folder of safetensors becomes a folder in the format compressed-tensors; for a .gguf file convert it to one first"
+        message = "a folder becomes a folder in the format compressed-tensors; for a .gguf file convert it to one first"
         raise InvalidRequestError(message, param="output")
     if output.exists():
         raise InvalidRequestError(f"{output} exists; give another output, or remove it", param="output")

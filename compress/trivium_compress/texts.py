@@ -13,13 +13,13 @@ from trivium.errors import InvalidRequestError
 from trivium.text import Tokenizer
 
 Ids = npt.NDArray[np.int32]
-MAX_BYTES = 1 << 30
-"""Largest file that is read."""
+MAX_BYTES = 32 << 20
+"""Largest file that is read: some eight million tokens, far more than anyone waits for."""
 
 
 class Window(NamedTuple):
-    """One sequence, whose tokens from `first` on are to be foretold from those before them. `prompt`: the messages, or the text, that
-    an answer may be made to."""
+    """One sequence, whose tokens from `first` on are to be foretold from those before them. `prompt`: the messages, or the text,
+    that an answer may be made to."""
 
     ids: Ids
     first: int
@@ -42,8 +42,8 @@ def read_text(path: Path, param: str) -> str:
 
 
 def cut(tokenizer: Tokenizer, text: str, window: int, *, least: int = 2) -> list[Ids]:
-    """Windows of `window` tokens one after the other, each with the special tokens before it that the model wants before a text; the
-    last may be shorter, down to `least`."""
+    """Windows of `window` tokens one after the other, each with the special tokens before it that the model wants before a text;
+    the last may be shorter, down to `least`."""
     whole, body = tokenizer.encode(text), tokenizer.encode(text, add_special_tokens=False)
     before = whole[: len(whole) - len(body)] if whole[len(whole) - len(body) :] == body else []
     step = window - len(before)

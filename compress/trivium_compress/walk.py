@@ -219,4 +219,3 @@ def _moves(value: Value | None) -> bool:
 def _bytes(value: Value | None, tokens: int) -> int:
     assert value is not None
     return 4 * int(np.prod([tokens if isinstance(d, str) else d for d in value.shape]))
-

@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,7 @@ def quantise(
     memory.py. Raises InvalidRequestError for what can't be asked, also if what was begun was begun otherwise or from another model;
     CapacityError if the bound is too low; UnsupportedError and CheckpointError as open_checkpoint().
     """
-    source = open_source(model)
+    source = open_source(model, None if calibration is None else max(calibration.window, LEAST))
     check_output(source, output)
     if recipe.needs_inputs() and calibration is None:
         what = f"method {recipe.method}" if recipe.method not in (None, "rtn") else f"prune {recipe.prune}"
@@ -121,6 +122,16 @@ class Job:
         walk = Walk(self.source.program, self.calibration.window) if windows and self.calibration else None
         need = self._check_memory(walk, windows)
         parts = Parts(self.output.with_name(self.output.name + ".partial"), self._identity(windows))
+        try:
+            self._work(parts, walk, windows)
+            found = self._report(parts, need, windows)
+            parts.remove()
+            return found
+        finally:
+            parts.close()
+
+    def _work(self, parts: Parts, walk: Walk | None, windows: Sequence[Array]) -> None:
+        """All parts that are not done, and then the whole."""
         order = sorted(layer for layer in self.layers if layer >= 0)
         total = len(order) + 1
         if walk is not None and len(parts.done) < len(order):
@@ -138,9 +149,6 @@ class Job:
         (finish_folder if self.source.gguf is None else finish_gguf)(
             self.source, self.recipe, self.group, {**self.targets, **named}, parts, self.output
         )
-        found = self._report(parts, need, windows)
-        parts.remove()
-        return found
 
     # What is read.
 
@@ -186,10 +194,9 @@ class Job:
         need = needs[where] + windows_take
         if self.memory_bytes is not None and need > self.memory_bytes:
             less = "fewer or shorter windows, method rtn, or " if walk else ""
-            raise CapacityError(
-                f"{need} bytes are needed: {needs[where]} for {where}, {windows_take} for {len(windows)} windows; {self.memory_bytes} "
-                f"are allowed: give {less}a higher bound", param="memory",
-            )  # fmt: skip
+            what = f"{needs[where]} for {where}, {windows_take} for {len(windows)} windows"
+            message = f"{need} bytes are needed: {what}; {self.memory_bytes} are allowed: give {less}a higher bound"
+            raise CapacityError(message, param="memory")
         return need
 
     # The layers.
@@ -214,10 +221,9 @@ class Job:
             walk.observe(segment, live, layer.load, layer.inputs)
             self.progress(len(parts.done), total, f"layer {segment.layer}: rounding")
             self._scale(layer, segment, free)
-            self._add(parts, segment.layer, layer, lambda segment=segment, layer=layer: self._advance(walk, segment, live, layer))
+            self._add(parts, segment.layer, layer, partial(self._advance, walk, segment, live, layer))
 
     def _advance(self, walk: Walk, segment: Segment, live: list[Live], layer: Layer) -> dict[str, Array]:
-        layer.inputs.clear()
         walk.advance(segment, live, layer.load)
         return {f"{i} {v.name}": np.asarray(window[v], np.float32) for i, window in enumerate(live) for v in segment.kept}
 
@@ -237,16 +243,19 @@ class Job:
     def _add(self, parts: Parts, number: int, layer: Layer, advance: Callable[[], dict[str, Array]] | None) -> None:
         """Rounds what is to be rounded in a layer, copies the rest, and adds it all as a part."""
         names = self.layers[number]
-        for name in names:
-            if name in self.targets:
-                layer.round(name)
-                if advance is None:
-                    del layer.numbers[name]
+        for name in sorted(filter(self.targets.__contains__, names), key=self._input_of):
+            layer.round(name)
+            if advance is None:
+                del layer.numbers[name]
+        layer.forget_inputs()
         tensors = {self._written(name): stored for name, stored in layer.tensors.items()}
         for name in names:
             if name not in self.targets and name not in layer.tensors:
                 tensors[self.source.file_name(name)] = self.source.copied(name)
         parts.add(str(number), tensors, {"facts": layer.facts}, None if advance is None else advance())
+
+    def _input_of(self, name: str) -> str:
+        return self.projections[name].input.name if name in self.projections else ""
 
     def _written(self, name: str) -> str:
         """The file's name of a tensor that is called as a stored one, or as one with another last part."""
@@ -279,18 +288,19 @@ class Job:
         parts.add("outside", tensors, {"facts": facts}, None)
 
     def _report(self, parts: Parts, need: int, windows: Sequence[Array]) -> dict[str, Any]:
-        """model, output, bytes of all tensors and bits a weight (tied ones once), how many matrices are of which format, and how many
-        projections stay as they were; the error of the projections' outputs (or of the weights, without a text) relative to these,
-        root mean square over them; the share of zeros in what was pruned; windows and tokens read; bytes of memory planned for; parts
-        that were done before."""
+        """model, output, bytes of all tensors and bits a weight (tied ones once), how many matrices are of which format, and how
+        many projections stay as they were; the error of the projections' outputs (or of the weights, without a text) relative to
+        these, root mean square over them; the share of zeros in what was pruned; windows and tokens read; bytes of memory planned
+        for; parts that were done before."""
         facts = {name: fact for part in parts.done.values() for name, fact in part["facts"].items()}
         sizes = [info.stop - info.start for name in parts.done for info in parts.tensors(name).tensors.values()]
         numbers = sum(math.prod(self.source.checkpoint.tensor(name).shape) for name in self.source.stored)
         errors = [fact["error"] ** 2 for fact in facts.values() if "error" in fact]
         pruned = [(fact["zeros"], fact["numbers"]) for fact in facts.values() if "zeros" in fact]
         return {
-            "model": str(self.source.path), "output": str(self.output), "bytes": sum(sizes), "bits_per_weight": 8 * sum(sizes) / numbers,
-            "parameters": numbers, "formats": dict(Counter(fact["format"] for fact in facts.values())),
+            "model": str(self.source.path), "output": str(self.output), "bytes": sum(sizes),
+            "bits_per_weight": 8 * sum(sizes) / numbers, "parameters": numbers,
+            "formats": dict(Counter(fact["format"] for fact in facts.values())),
             "unrounded": sum(1 for name in self.projections if name in self.source.stored and name not in self.targets),
             "group_size": self.group or None, "method": self._method(bool(windows)),
             "relative_error": (sum(errors) / len(errors)) ** 0.5 if errors else None,
@@ -308,4 +318,3 @@ def _restore(live: list[Live], walk: Walk, layer: int, arrays: Mapping[str, Arra
     for i, window in enumerate(live):
         for value in segment.kept:
             window[value] = arrays[f"{i} {value.name}"]
-

@@ -13,6 +13,7 @@ import pytest
 import quality
 from peers import ceilings, entrants, report, running
 from tiny_checkpoints import make_checkpoint
+from trivium_compress.measures import compare
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -150,10 +151,10 @@ def test_divergence_and_agreement_are_those_of_the_formula():
     rng = np.random.default_rng(1)
     p, q = rng.standard_normal((2, 5, 30)).astype(np.float32)
     want_p, want_q = (np.exp(x) / np.exp(x).sum(-1, keepdims=True) for x in (p.astype(np.float64), q.astype(np.float64)))
-    divergence, same = quality.compare(p + 3, q)
+    divergence, same = compare(p + 3, q)
     np.testing.assert_allclose(divergence, (want_p * np.log(want_p / want_q)).sum(-1), rtol=1e-6)
     assert same.tolist() == (want_p.argmax(-1) == want_q.argmax(-1)).tolist()
-    assert quality.summary(*quality.compare(p, p)) == {"kl_mean": 0, "kl_median": 0, "kl_p99": 0, "top1": 1, "positions": 5}
+    assert quality.summary(*compare(p, p)) == {"kl_mean": 0, "kl_median": 0, "kl_p99": 0, "top1": 1, "positions": 5}
 
 
 def test_saved_log_probabilities_are_read_back(tmp_path: Path):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from trivium_compress.awq import factors, output_error
-from trivium_compress.gptq import DAMPING, gptq, inverse_factor
+from trivium_compress.gptq import DAMPING, gptq, inverse_factor, ordered
 from trivium_compress.grids import Grid, Steps, Symmetric, ZeroPoint, meant, nearest
 from trivium_compress.prune import Sparsity, kept
 from trivium_compress.walk import Inputs
@@ -48,7 +48,7 @@ def test_columns_are_rounded_as_the_paper_says(grid: Grid, masked: bool):
     x = correlated(400, 192)
     hessian, steps = x.T @ x, grid.fit(w)
     mask = rng.random(w.shape) < 0.6 if masked else None
-    codes, _ = gptq(w, hessian, grid, steps, mask=mask)
+    codes, _ = gptq(w, ordered(hessian), grid, steps, mask=mask)
     got = meant(grid, codes, steps)
     got = got if mask is None else np.where(mask, got, 0)
     np.testing.assert_allclose(got, by_the_paper(w, hessian, grid, steps, mask), atol=1e-6)
@@ -57,7 +57,7 @@ def test_columns_are_rounded_as_the_paper_says(grid: Grid, masked: bool):
 def test_the_outputs_are_nearer_than_by_rounding_to_nearest():
     w, x, grid = np.random.default_rng(4).standard_normal((32, 128)) * 0.05, correlated(600, 128), ZeroPoint(32, -8, 7)
     steps = grid.fit(w)
-    ours, plain = meant(grid, gptq(w, x.T @ x, grid, steps)[0], steps), meant(grid, nearest(grid, w, steps), steps)
+    ours, plain = meant(grid, gptq(w, ordered(x.T @ x), grid, steps)[0], steps), meant(grid, nearest(grid, w, steps), steps)
     error = {name: ((x @ (v - w).T) ** 2).sum() for name, v in (("ours", ours), ("plain", plain))}
     assert error["ours"] < 0.5 * error["plain"]
 
@@ -66,9 +66,9 @@ def test_an_input_that_is_always_0_does_no_harm():
     w, x, grid = np.random.default_rng(4).standard_normal((8, 64)) * 0.05, correlated(300, 64), Symmetric(32, -8, 7)
     x[:, [3, 40]] = 0
     steps = grid.fit(w)
-    got = meant(grid, gptq(w, x.T @ x, grid, steps)[0], steps)
+    got = meant(grid, gptq(w, ordered(x.T @ x), grid, steps)[0], steps)
     assert np.isfinite(got).all() and ((x @ (got - w).T) ** 2).sum() < 0.05 * ((x @ w.T) ** 2).sum()
-    nothing = gptq(w, np.zeros((64, 64)), grid, steps)[0]
+    nothing = gptq(w, ordered(np.zeros((64, 64))), grid, steps)[0]
     np.testing.assert_array_equal(nothing, nearest(grid, w, steps))
 
 
@@ -136,7 +136,7 @@ def test_wanda_keeps_what_matters_in_each_row_and_magnitude_what_is_large():
 def test_pruning_by_the_hessian_beats_leaving_the_rest_alone():
     w, x = np.random.default_rng(9).standard_normal((16, 64)), correlated(400, 64)
     mask = kept(w, Sparsity(kept=2, of=4), (x * x).sum(0))
-    _, numbers = gptq(w, x.T @ x, None, None, mask=mask)
+    _, numbers = gptq(w, ordered(x.T @ x), None, None, mask=mask)
     assert not numbers[~mask].any()
     assert ((x @ (numbers - w).T) ** 2).sum() < 0.7 * ((x @ (np.where(mask, w, 0) - w).T) ** 2).sum()
 

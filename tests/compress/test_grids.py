@@ -35,7 +35,8 @@ def test_bfloat16_is_rounded_as_by_torch():
 
 @pytest.mark.parametrize("weighted", [False, True])
 def test_no_scale_of_a_dense_brute_force_is_much_better_than_the_one_found(weighted: bool):
-    """Every scale from a tenth to 1.2 of the whole range's, in steps of a thousandth; symmetric, so that there is only one unknown."""
+    """Every scale from a tenth to 1.2 of the whole range's, in steps of a thousandth; symmetric, so that there is only one
+    unknown."""
     w, size = heavy_tailed(40, 64), 32
     importance = np.random.default_rng(1).random(64).astype(np.float32) ** 3 if weighted else np.ones(64, np.float32)
     grid = Symmetric(size, -8, 7, dtype="float32")

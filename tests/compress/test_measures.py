@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from itertools import pairwise
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -141,7 +142,7 @@ def test_logits_come_a_few_rows_at_a_time(models: dict[str, Path]):
     ids = [(7 * i) % 250 for i in range(100)]
     scorer.score(ids, 30, lambda row, logits: seen.append((row, len(logits))))
     assert max(n for _, n in seen) <= 16 and sum(n for _, n in seen) == 70
-    assert seen[0][0] == 29 and all(a + n == b for (a, n), (b, _) in zip(seen, seen[1:]))
+    assert seen[0][0] == 29 and all(a + n == b for (a, n), (b, _) in pairwise(seen))
     whole = scorer.rows(ids, 1)
     np.testing.assert_allclose(scorer.rows(ids, 30), whole[29:], atol=1e-5)
     assert scorer.llm.loaded.executable is scorer.llm.engine.model.executable
@@ -192,7 +193,8 @@ def test_the_page_shows_hostile_answers_as_text_and_needs_no_other_file():
     evil = '<script>alert("x")</script> & <img src=x onerror=y>'
     side = {"model": evil, "loaded": evil, "backend": "cpu", "stored_bytes": 1}
     answers = [
-        {"prompt": evil, "measure": f"one {evil} two", "judged": f"one {evil} three"}, {"prompt": "p", "measure": "s", "judged": "s"},
+        {"prompt": evil, "measure": f"one {evil} two", "judged": f"one {evil} three"},
+        {"prompt": "p", "measure": "s", "judged": "s"},
     ]  # fmt: skip
     figure = {"value": 0.5, "interval": [0.25, 0.75]}
     report = {
@@ -239,7 +241,7 @@ def test_what_can_not_be_compared_is_refused(models: dict[str, Path], text: Path
         ([*on, *a, "--chats", tmp_path / "bad.jsonl"], 2, "line 1 is neither"),
         ([*on, *a, "--chats", tmp_path / "worse.jsonl"], 2, "line 1 is not JSON"),
         ([*on, *a, "--text", text, "--max-model-len", 63], 2, "has no room for windows of 64 tokens"),
-        ([*on, *a, "--text", text, "--against", models["b"], "--answers", 1, "--answer-tokens", 64], 2, "don't fit in windows of 64"),
+        ([*on, *a, "--text", text, "--against", models["b"], "--answers", 1, "--answer-tokens", 600], 2, "leave no room for"),
     ):  # fmt: skip
         got, out, err = trivium(*flags)
         assert (got, out) == (code, "") and message in err, (flags, err)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from tiny_checkpoints import make_checkpoint, make_weights, read_safetensors, tiny_config
 from trivium_compress import Calibration, Recipe, quantise
-from weight_files import TOKENIZER, llama_metadata, llama_tensors, write_gguf
+from weight_files import whole_blocks_gguf
 
 from trivium import LLM, SamplingParams
 from trivium.cli import main
@@ -165,6 +165,21 @@ def test_a_run_that_was_stopped_goes_on_and_ends_the_same(llama: Path, tmp_path:
     assert {key: report[key] for key in same} == {key: whole[key] for key in same}
 
 
+def test_a_gguf_file_is_gone_on_with_too(tmp_path: Path, text: Path):
+    source, recipe = whole_blocks_gguf(tmp_path / "in.gguf"), Recipe("q4_k", "q8_0", method="awq+gptq")
+    quantise(source, tmp_path / "whole.gguf", recipe, reading(text))
+
+    def stop(done: int, total: int, what: str) -> None:
+        if done == 1:
+            raise Stop
+
+    with pytest.raises(Stop):
+        quantise(source, tmp_path / "out.gguf", recipe, reading(text), progress=stop)
+    assert not (tmp_path / "out.gguf").exists()
+    assert quantise(source, tmp_path / "out.gguf", recipe, reading(text))["resumed_parts"] == 1
+    assert (tmp_path / "out.gguf").read_bytes() == (tmp_path / "whole.gguf").read_bytes()
+
+
 @pytest.fixture
 def stopped(llama: Path, tmp_path: Path, text: Path) -> tuple[Path, Path]:
     """A source, and an output of which one layer is done."""
@@ -189,8 +204,21 @@ def test_what_was_begun_otherwise_is_not_gone_on_with(stopped: tuple[Path, Path]
     data = bytearray(weights.read_bytes())
     data[-1] ^= 1
     weights.write_bytes(data)
-    with pytest.raises(InvalidRequestError, match="was begun with another (source|files)"):
+    with pytest.raises(InvalidRequestError, match=r"was begun with another (source|files)"):
         quantise(source, out, Recipe(), reading(text))
+
+
+def test_two_runs_do_not_write_the_same_output(llama: Path, tmp_path: Path):
+    said = list[str]()
+
+    def meanwhile(done: int, total: int, what: str) -> None:
+        if done == 1:
+            with pytest.raises(InvalidRequestError, match="another run is at work"):
+                quantise(llama, tmp_path / "out", Recipe("int8"))
+            said.append(what)
+
+    report = quantise(llama, tmp_path / "out", Recipe("int8"), progress=meanwhile)
+    assert said == ["layer 1"] and report["resumed_parts"] == 0
 
 
 def test_a_damaged_or_foreign_folder_is_refused(stopped: tuple[Path, Path], text: Path, tmp_path: Path):
@@ -301,22 +329,10 @@ def test_outputs_and_texts_that_can_not_be_used_are_refused(llama: Path, tmp_pat
     quantise(llama, tmp_path / "once", Recipe("int8"))
     with pytest.raises(UnsupportedError, match="is quantised by compressed-tensors already"):
         quantise(tmp_path / "once", tmp_path / "twice", Recipe())
-    with pytest.raises(InvalidRequestError, match="a window|must be 1 or more"):
+    with pytest.raises(InvalidRequestError, match="windows must be 1 or more"):
         quantise(llama, tmp_path / "out", Recipe(), Calibration(text, 3, 4))
-
-
-def tiny_file(path: Path) -> Path:
-    """A Llama of two layers in GGUF, rows of 64 and 96 numbers and one of 256."""
-    sizes = {"embedding_length": 64, "feed_forward_length": 256, "attention.head_count": 4, "attention.head_count_kv": 2}
-    vocabulary = {
-        "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": [chr(33 + i) for i in range(94)] + ["Ġ", "<s>"],
-        "tokenizer.ggml.merges": ["a b"], "tokenizer.ggml.bos_token_id": 95, "tokenizer.ggml.eos_token_id": 95,
-        "tokenizer.chat_template": "{{ messages }}", "general.name": "tiny", "general.tags": ["a", "b"],
-    }  # fmt: skip
-    vocabulary["tokenizer.ggml.tokens"][-3] = "ab"
-    tensors = llama_tensors(hidden=64, inter=256, kv=32, vocab=96)
-    tensors["rope_freqs.weight"] = np.ones(8, np.float32)
-    return write_gguf(path, "llama", llama_metadata(**sizes) | TOKENIZER | vocabulary, tensors)
+    with pytest.raises(InvalidRequestError, match="windows of 513 tokens are longer than the model's 512 positions"):
+        quantise(llama, tmp_path / "out", Recipe(), Calibration(text, 3, 513))
 
 
 BY_BLOCKS = {
@@ -329,7 +345,7 @@ BY_BLOCKS = {
 
 @pytest.mark.parametrize("name", BY_BLOCKS)
 def test_a_gguf_file_becomes_one_that_others_read(tmp_path: Path, text: Path, name: str):
-    source, out = tiny_file(tmp_path / "in.gguf"), tmp_path / "out.gguf"
+    source, out = whole_blocks_gguf(tmp_path / "in.gguf"), tmp_path / "out.gguf"
     recipe, kinds, tolerance = BY_BLOCKS[name]
     report = quantise(source, out, recipe, reading(text) if recipe.method else None)
     before, after = gguf.GGUFReader(source), gguf.GGUFReader(out)
@@ -352,7 +368,7 @@ def test_a_gguf_file_becomes_one_that_others_read(tmp_path: Path, text: Path, na
 
 
 def test_a_gguf_file_that_is_rounded_can_be_rounded_again_and_pruned_where_zeros_stay(tmp_path: Path):
-    source = tiny_file(tmp_path / "in.gguf")
+    source = whole_blocks_gguf(tmp_path / "in.gguf")
     quantise(source, tmp_path / "a.gguf", Recipe("q8_0"))
     quantise(tmp_path / "a.gguf", tmp_path / "b.gguf", Recipe("q4_0", prune="magnitude", sparsity="2:4"))
     rows = open_checkpoint(tmp_path / "b.gguf").tensor(Q_PROJ).decode().reshape(-1, 4)
@@ -374,7 +390,8 @@ def test_the_command_says_what_it_did(llama: Path, tmp_path: Path, text: Path, c
     assert report["windows"] == 4 and report["method"] == "gptq" and report["memory_bytes"] < 1 << 30
     size = sum(read_size(path) for path in (tmp_path / "a").glob("*.safetensors"))
     assert report["bytes"] == size
-    assert main(["quantize", str(llama), "-o", str(tmp_path / "b"), "--format", "none", "--prune", "magnitude", "--sparsity", "0.5"]) == 0
+    pruned = ["--format", "none", "--prune", "magnitude", "--sparsity", "0.5"]
+    assert main(["quantize", str(llama), "-o", str(tmp_path / "b"), *pruned]) == 0
     told = capsys.readouterr().out
     assert "50.0 %; no backend skips zeros" in told and "21 float" in told
     assert main(["quantize", str(llama), "-o", str(tmp_path / "b")]) == 2

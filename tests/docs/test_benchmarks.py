@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tiny_checkpoints import make_checkpoint
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -42,6 +43,16 @@ def test_a_short_soak_ends_with_nothing_lost(backend: str):
     report = json.loads(run("soak_engine.py", "--json", "--requests", "60", "--backend", backend))
     assert report["completed"] == report["requests"] == 180
     assert report["mismatches"] == report["leaked_blocks"] == report["invariant_failures"] == 0
+
+
+def test_the_price_of_rounding_is_printed_as_json(tmp_path: Path):
+    model = make_checkpoint(tmp_path / "model", "llama")
+    flags = ["--window", "64", "--max-windows", "4", "--windows", "4", "--backend", "reference"]
+    report = json.loads(run("quantize_quality.py", "--model", str(model), "--recipes", "int4 gptq", "int8", *flags))
+    found = report["found"]
+    assert report["original_formats"] == ["float32"] and found.keys() == {"int4 gptq", "int8"}
+    assert found["int8"]["kl_mean"]["value"] < 0.1 * found["int4 gptq"]["kl_mean"]["value"]
+    assert 5 < found["int4 gptq"]["bits_per_weight"] < found["int8"]["bits_per_weight"] < 10
 
 
 @pytest.mark.weights

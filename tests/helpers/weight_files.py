@@ -83,6 +83,20 @@ def tiny_gguf(path: Path, **more: Any) -> Path:
     return write_gguf(path, "llama", llama_metadata(**more) | TOKENIZER, llama_tensors())
 
 
+def whole_blocks_gguf(path: Path) -> Path:
+    """A Llama of two layers with a tokenizer and a template, whose rows are whole blocks: of 64 numbers, and of 256 (ffn_down)."""
+    sizes = {"embedding_length": 64, "feed_forward_length": 256, "attention.head_count": 4, "attention.head_count_kv": 2}
+    vocabulary = {
+        "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": [chr(33 + i) for i in range(94)] + ["Ġ", "<s>"],
+        "tokenizer.ggml.merges": ["a b"], "tokenizer.ggml.bos_token_id": 95, "tokenizer.ggml.eos_token_id": 95,
+        "tokenizer.chat_template": "{{ messages }}", "general.name": "tiny", "general.tags": ["a", "b"],
+    }  # fmt: skip
+    vocabulary["tokenizer.ggml.tokens"][-3] = "ab"
+    tensors = llama_tensors(hidden=64, inter=256, kv=32, vocab=96)
+    tensors["rope_freqs.weight"] = np.ones(8, np.float32)
+    return write_gguf(path, "llama", llama_metadata(**sizes) | TOKENIZER | vocabulary, tensors)
+
+
 _DTYPES = {
     "float32": "F32", "float16": "F16", "float64": "F64", "int64": "I64", "int32": "I32", "int8": "I8", "uint8": "U8",
     "bool": "BOOL",

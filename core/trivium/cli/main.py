@@ -43,9 +43,10 @@ def build_parser(command: str | None) -> Parser:
             module = importlib.import_module(home)
             getattr(module, f"add_{name}")(sub)
             sub.set_defaults(handler=getattr(module, name))
-    for name, extension in installed("command").items():
-        if name not in COMMANDS:
-            _add_plugin(commands, name, extension, command)
+    if command not in COMMANDS:  # nobody else's is of any use then, and to look for them takes a while
+        for name, extension in installed("command").items():
+            if name not in COMMANDS:
+                _add_plugin(commands, name, extension, command)
     return parser
 
 

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple, NoReturn
 
 
 class Command(NamedTuple):
-    """What the hook trivium_command() of a plugin returns: one line of help, what adds the flags to its parser, and what runs it with
-    the parsed arguments and gives the exit code. Imports nothing heavy before it is run."""
+    """What the hook trivium_command() of a plugin returns: one line of help, what adds the flags to its parser, and what runs it
+    with the parsed arguments and gives the exit code. Imports nothing heavy before it is run."""
 
     help: str
     add: Callable[[argparse.ArgumentParser], None]

@@ -1,0 +1,116 @@
+"""What `trivium quantize` costs: KL divergence, top-1 agreement and perplexity of rounded checkpoints against the original, at
+their bits a weight, and those of a peer's file of the same model.
+
+The original is what --model holds: if that is a .gguf file of rounded weights, these are the measure, and "original" in the report
+says so, and a recipe on the grid that they are on already (q4_1 of Q4_1) costs next to nothing: take a bf16 folder to judge
+methods by. Calibrated on documents of this project that are not among those it is judged on. Everything is computed by one backend,
+in float32 from the stored numbers, so that only the stored numbers differ. --peer: a .gguf file of the same model, such as
+llama.cpp's Q4_K_M. Prints JSON.
+
+    python benchmarks/quantize_quality.py [--model M] [--peer FILE] [--recipes NAME ...] [--windows N] [--max-windows N] [--backend
+    B]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from quality import TEXTS, text_of_this_project
+from trivium_compress import Calibration, Recipe, quantise
+from trivium_compress.evaluate import Material, Side, evaluate
+
+from trivium.weights import open_checkpoint, resolve
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER: Mapping[str, Recipe] = {
+    "int4 rtn, no text": Recipe("int4", "int8", "rtn"), "int4 gptq": Recipe("int4", "int8"),
+    "int4 gptq, groups of 32": Recipe("int4", "int8", group_size=32), "int4 awq": Recipe("int4", "int8", "awq"),
+    "int4 awq+gptq": Recipe("int4", "int8", "awq+gptq"), "int8": Recipe("int8", "int8"),
+}  # fmt: skip
+FILE: Mapping[str, Recipe] = {
+    "q4_0 rtn, no text": Recipe("q4_0", "q8_0", "rtn"), "q4_0 gptq": Recipe("q4_0", "q8_0"),
+    "q4_0 awq+gptq": Recipe("q4_0", "q8_0", "awq+gptq"), "int4 gptq": Recipe("int4", "q8_0"),
+    "int4 awq+gptq": Recipe("int4", "q8_0", "awq+gptq"), "int8": Recipe("int8", "q8_0"),
+}  # fmt: skip
+"""What is made of a folder of safetensors (compressed-tensors), and of a .gguf file. "no text": nothing is calibrated."""
+
+
+def calibration_text() -> str:
+    """Prose of this repository that nothing is judged on."""
+    judged = {ROOT / name for name in TEXTS}
+    return "\n".join(p.read_text("utf-8") for p in sorted((ROOT / "docs").glob("*.md")) if p not in judged)
+
+
+def bits_a_weight(path: Path) -> float:
+    """Stored bits of all tensors by the numbers they stand for; what is tied counts once."""
+    checkpoint = open_checkpoint(path)
+    weights = [make() for make in checkpoint.tensors.values()]
+    return 8 * sum(w.nbytes for w in weights) / sum(math.prod(w.shape) for w in weights)
+
+
+def judged(path: Path, args: argparse.Namespace, material: Material) -> dict[str, Any]:
+    """The figures of a file or folder against the original."""
+    options = {"backend": args.backend, "dtype": "float32", "progress": False}
+    report = evaluate(Side(str(path), options), material, Side(str(args.original), options))
+    names = ("kl_mean", "kl_median", "kl_p99", "top1", "perplexity", "perplexity_of_measure", "perplexity_ratio", "positions")
+    return {"bits_per_weight": bits_a_weight(path), **{name: report[name] for name in names}}
+
+
+def made(name: str, recipe: Recipe, args: argparse.Namespace, text: Path, folder: Path) -> Path:
+    """Rounds the original by a recipe."""
+    suffix = "" if any(args.original.glob("*.safetensors")) else ".gguf"
+    out = folder / f"{''.join(c for c in name if c.isalnum())}{suffix}"
+    quantise(args.original, out, recipe, None if name.endswith("no text") else Calibration(text, args.windows))
+    return out
+
+
+def report(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    recipes = FOLDER if any(args.original.glob("*.safetensors")) else FILE
+    calibrate, on = folder / "calibrate.txt", folder / "judged.txt"
+    calibrate.write_text(calibration_text(), "utf-8")
+    on.write_text(text_of_this_project(), "utf-8")
+    material = Material(on, window=args.window, max_windows=args.max_windows)
+    found: dict[str, Any] = {}
+    for name, recipe in recipes.items():
+        if not args.recipes or name in args.recipes:
+            found[name] = judged(made(name, recipe, args, calibrate, folder), args, material)
+            print(f"{name}: {found[name]}", file=sys.stderr, flush=True)
+    if args.peer is not None:
+        found[f"peer {args.peer.name}"] = judged(args.peer, args, material)
+    formats = sorted({make().format for make in open_checkpoint(args.original).tensors.values()})
+    return {
+        "original": str(args.model),
+        "original_formats": formats,
+        "backend": args.backend,
+        "windows": args.windows,
+        "found": found,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="What trivium quantize costs")
+    parser.add_argument(
+        "--model", default="smollm2-135m", help="the original: a folder, a .gguf file or a name (default: smollm2-135m)"
+    )
+    parser.add_argument("--peer", type=Path, metavar="FILE", help="a .gguf file that another tool made of it")
+    parser.add_argument("--recipes", nargs="+", choices=sorted({*FOLDER, *FILE}), help="only these (default: all)")
+    parser.add_argument("--windows", type=int, default=64, help="of 512 tokens that are calibrated on (default: 64)")
+    parser.add_argument("--window", type=int, default=512, help="tokens of what is judged (default: 512)")
+    parser.add_argument("--max-windows", type=int, help="that are judged (default: all of the text)")
+    parser.add_argument("--backend", default="cpu", help="that computes everything (default: cpu)")
+    parser.add_argument("--json", action="store_true", help="the default")
+    args = parser.parse_args()
+    args.original = resolve(args.model)
+    with tempfile.TemporaryDirectory() as folder:
+        print(json.dumps(report(args, Path(folder))))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+"""The commands of docs/compress.md that name a model of the reader's own run on tiny ones."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from chat_models import make_chat_model
+from weight_files import whole_blocks_gguf
+
+from trivium.cli import main
+from trivium_compress.recipe import FORMATS, METHODS, PRUNINGS
+
+DOCUMENT = (Path(__file__).parents[2] / "docs" / "compress.md").read_text("utf-8")
+COMMANDS = [line for block in re.findall(r"^```text\n(.*?)^```", DOCUMENT, re.M | re.S) for line in block.splitlines()]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("reader")
+    make_chat_model(path / "my-model")
+    whole_blocks_gguf(path / "my-model.gguf")
+    (path / "notes.txt").write_text("it was the best of times, it was the worst of times; " * 60)
+    chat = {"messages": [{"role": "user", "content": "how?"}, {"role": "assistant", "content": "so."}]}
+    (path / "chats.jsonl").write_text(json.dumps(chat) + "\n")
+    return path
+
+
+def test_every_command_of_the_document_runs(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.chdir(folder)
+    assert len(COMMANDS) == 6
+    for command in COMMANDS:
+        name, *argv = shlex.split(command)
+        small = ["--window", "64", "--max-windows", "3"] if argv[0] == "eval" else ["--window", "32", "--windows", "4"]
+        assert name == "trivium" and main([*argv, *small]) == 0, command
+        assert capsys.readouterr().out.strip()
+    made = {"my-model-int4", "my-model-int4.gguf", "my-model-sparse", "my-model-sparse-int4", "report.html"}
+    assert made <= {path.name for path in folder.iterdir()}
+
+
+def test_every_format_method_and_pruning_is_in_the_document():
+    assert [name for name in (*FORMATS, *METHODS, *PRUNINGS) if f"`{name}`" not in DOCUMENT] == []
