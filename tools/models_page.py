@@ -43,7 +43,6 @@ MISSING = """
 
 | family | it needs |
 | --- | --- |
-| Llama 4 | attention within chunks; queries scaled by position; experts whose input is scaled |
 | Mamba-2 hybrids: Granite 4, Nemotron-H, Falcon H1 | the selective state-space operator |
 | Gemma 3n, Gemma 4 | per-layer embeddings, keys and values shared between layers |
 | encoders: ModernBERT and its like | attention to both sides without pages |

@@ -21,6 +21,7 @@ from trivium.models.decoder import Rotation
 from trivium.ops import LatentKV, Program, Value, Weight
 
 from trivium_families.experts import shared_and_routed
+from trivium_families.pieces import as_is
 from trivium_families.plugin import Hook
 from trivium_families.stacked import Make, Rearranged, stack_experts
 
@@ -49,25 +50,26 @@ def build_v2(info: ModelInfo, max_model_len: int | None) -> Program:
     grouped = config.get("topk_method") == "group_limited_greedy"
     info = info if grouped else info._replace(config={**config, "n_group": 1, "topk_group": 1})
     d = Decoder(info, max_model_len)
-    return _latent_layers(d, shared_and_routed(d, scoring="softmax", normalize=False, correction=False))
+    return latent_layers(d, shared_and_routed(d, scoring="softmax", normalize=False, correction=False))
 
 
 def build_v3(info: ModelInfo, max_model_len: int | None) -> Program:
     """DeepSeek-V3, R1: experts by sigmoid and a bias for the choice; a group is worth its two best experts."""
     d, normalize = Decoder(info, max_model_len), flag(info.config, "norm_topk_prob", True)
-    return _latent_layers(d, shared_and_routed(d, scoring="sigmoid", normalize=normalize, correction=True))
+    return latent_layers(d, shared_and_routed(d, scoring="sigmoid", normalize=normalize, correction=True))
 
 
-def _latent_layers(d: Decoder, feed_forward: Callable[[int, Value], Value]) -> Program:
+def latent_layers(d: Decoder, feed_forward: Callable[[int, Value], Value], sharpen: Rotation = as_is) -> Program:
+    """Llama's graph with latent attention and `feed_forward(layer, x)`. `sharpen`: what is done to queries before all else."""
     rotate, x = d.rotation(), d.embed()
     for i in range(d.info.layers):
         layer = f"model.layers.{i}"
-        x = d.op("add", x, _latent_attention(d, i, d.norm(x, f"{layer}.input_layernorm"), rotate))
+        x = d.op("add", x, _latent_attention(d, i, d.norm(x, f"{layer}.input_layernorm"), rotate, sharpen))
         x = d.op("add", x, feed_forward(i, d.norm(x, f"{layer}.post_attention_layernorm")))
     return d.finish(x)
 
 
-def _latent_attention(d: Decoder, i: int, x: Value, rotate: Rotation) -> Value:
+def _latent_attention(d: Decoder, i: int, x: Value, rotate: Rotation, sharpen: Rotation) -> Value:
     """The attention block of layer `i`. rank: of the latent; nope, rope: numbers of a head's query that are not and that are
     rotated; its values have v_head_dim."""
     info, config, attn = d.info, d.info.config, f"model.layers.{i}.self_attn"
@@ -78,7 +80,7 @@ def _latent_attention(d: Decoder, i: int, x: Value, rotate: Rotation) -> Value:
     else:
         low = _latent_norm(d, d.linear(x, f"{attn}.q_a_proj", count(config, "q_lora_rank"), bias=bias), f"{attn}.q_a_layernorm")
         q = d.linear(low, f"{attn}.q_b_proj", info.heads * (nope + rope))
-    q = d.op("reshape", q, shape=("tokens", info.heads, nope + rope))
+    q = sharpen(d.op("reshape", q, shape=("tokens", info.heads, nope + rope)))
     both = d.linear(x, f"{attn}.kv_a_proj_with_mqa", rank + rope, bias=bias)
     latent = _latent_norm(d, d.op("slice", both, start=0, stop=rank), f"{attn}.kv_a_layernorm")
     key = rotate(d.op("reshape", d.op("slice", both, start=rank, stop=rank + rope), shape=("tokens", 1, rope)))

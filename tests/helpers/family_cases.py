@@ -29,6 +29,7 @@ _DELTA = {
 _GATED_EXPERTS = {
     "num_experts_per_tok": 3, "num_experts": 8, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40,
 }  # fmt: skip
+_LLAMA4 = {"intermediate_size_mlp": 40, "num_local_experts": 6, "num_hidden_layers": 5, "head_dim": 16}
 _LATENT = {
     "q_lora_rank": 20, "kv_lora_rank": 28, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 16,
     "num_key_value_heads": 4,
@@ -74,6 +75,35 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "mrope_interleaved": True,
     }}),
     "qwen3.5-moe": ("Qwen3_5Moe", {**_DELTA, **_GATED_EXPERTS, "linear_num_value_heads": 6}),
+    "llama4": ("Llama4", {
+        **_LLAMA4, "attention_chunk_size": 9, "floor_scale": 5, "attn_scale": 0.4, "interleave_moe_layer_step": 2,
+    }),
+    "llama4-plain": ("Llama4", {
+        **_LLAMA4, "no_rope_layers": [1, 0, 0, 1, 1], "use_qk_norm": False, "attn_temperature_tuning": False,
+        "attention_chunk_size": 16, "attention_bias": True, "moe_layers": [0, 1, 3],
+    }),
+    "llama4-whole": ("Llama4", {**_LLAMA4, "attention_chunk_size": None, "rope_parameters": {
+        "rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    }}),
+    "ministral": ("Ministral", {
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 7, "head_dim": 24,
+    }),
+    "ministral3": ("Ministral3", {"head_dim": 24, "rope_parameters": {
+        **YARN, "original_max_position_embeddings": 6, "llama_4_scaling_beta": 0.3, "rope_theta": 1e4, "mscale": 1.0,
+        "mscale_all_dim": 1.0, "beta_fast": 32.0, "beta_slow": 1.0,
+    }}),
+    "mistral4": ("Mistral4", {**_ROUTED, **_LATENT, "rope_parameters": {
+        **YARN, "original_max_position_embeddings": 8, "llama_4_scaling_beta": 0.3, "rope_theta": 1e4, "mscale": 1.0,
+        "mscale_all_dim": 1.0, "beta_fast": 32.0, "beta_slow": 1.0,
+    }}),
+    "gemma2": ("Gemma2", {
+        "head_dim": 24, "query_pre_attn_scalar": 20, "sliding_window": 7, "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 10.0, "tie_word_embeddings": True,
+    }),
+    "gemma3": ("Gemma3", {
+        "head_dim": 24, "query_pre_attn_scalar": 20, "sliding_window": 7, "num_hidden_layers": 7, "tie_word_embeddings": True,
+    }),
     "olmo2": ("Olmo2", {}),
     "olmo2-biases": ("Olmo2", {"attention_bias": True, "num_key_value_heads": 4, "tie_word_embeddings": True}),
     "olmo3": ("Olmo3", {"num_hidden_layers": 5, "sliding_window": 7}),
@@ -104,7 +134,7 @@ def oracle_model(name: str, folder: Path) -> Any:
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     generator = torch.Generator().manual_seed(len(name))
     for key, parameter in [*model.named_parameters(), *model.named_buffers()]:
-        if "inv_freq" not in key and parameter.dtype.is_floating_point:
+        if not key.endswith(("inv_freq", "embed_scale")) and parameter.dtype.is_floating_point:
             noise = torch.empty_like(parameter).normal_(generator=generator)
             flat = parameter.dim() < 2 and not key.endswith("A_log")  # decays near one: the oracle sums up their logarithms
             parameter.data.copy_(parameter.data * flat + noise * (0.1 if flat else 1.2 * parameter.shape[-1] ** -0.5))
