@@ -43,11 +43,10 @@ MISSING = """
 
 | family | it needs |
 | --- | --- |
-| Mamba-2 hybrids: Granite 4, Nemotron-H, Falcon H1 | the selective state-space operator |
 | Gemma 3n, Gemma 4 | per-layer embeddings, keys and values shared between layers |
 | encoders: ModernBERT and its like | attention to both sides without pages |
 
-Recurrent states (LFM2) run, batched, preempted and moved between backends, but without prefix caching and speculation.
+Recurrent states (LFM2, Qwen3-Next and 3.5, the Mamba-2 hybrids) run, batched, preempted and moved between backends, but without prefix caching and speculation.
 """
 
 

@@ -59,8 +59,8 @@ def gated_delta_rule(session: TorchSession, args: Args, attrs: Attrs) -> tuple[T
 
 
 def scan_chunk(a: Tensor, state: Tensor, x: Tensor, dt: Tensor, b: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
-    """(S · c, state after) of a chunk of C tokens; a[H, 1, 1], state[N, H, dv, dk], x[N, H, C, dv], dt[N, H, C, 1], b and c[N, H, C,
-    dk].
+    """(S · c, state after) of a chunk of C tokens; a[H, 1, 1], state[N, H, dv, dk], x[N, H, C, dv], dt[N, H, C, 1], b, c[N, H,
+    C, dk].
 
     With G the running sum of dt · a, S_t = exp(G_t) · S_0 + sum over j <= t of exp(G_t - G_j) · dt_j · x_j ⊗ b_j (Dao and Gu,
     "Transformers are SSMs", 2024, section 6).
