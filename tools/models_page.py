@@ -43,10 +43,11 @@ MISSING = """
 
 | family | it needs |
 | --- | --- |
-| Gemma 3n, Gemma 4 | per-layer embeddings, keys and values shared between layers |
+| Gemma 3n | a mean and a deviation of a row as numbers of their own (sparse activations); streams mixed by each token |
 | encoders: ModernBERT and its like | attention to both sides without pages |
 
-Recurrent states (LFM2, Qwen3-Next and 3.5, the Mamba-2 hybrids) run, batched, preempted and moved between backends, but without prefix caching and speculation.
+Recurrent states (LFM2, Qwen3-Next and 3.5, the Mamba-2 hybrids) run, batched, preempted and moved between backends, but
+without prefix caching and speculation.
 """
 
 

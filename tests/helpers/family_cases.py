@@ -35,6 +35,10 @@ _NEMOTRON = {
     "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "moe_shared_expert_intermediate_size": 40,
     "routed_scaling_factor": 1.7, "time_step_min": 1e-9,
 }  # fmt: skip
+_GEMMA4 = {
+    "head_dim": 16, "global_head_dim": 24, "sliding_window": 7, "num_hidden_layers": 5, "hidden_size_per_layer_input": 12,
+    "vocab_size_per_layer_input": 259, "tie_word_embeddings": True,
+}  # fmt: skip
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_state": 12, "mamba_n_groups": 2, "mamba_chunk_size": 8, "rms_norm_eps": 1e-3}
 _LATENT = {
     "q_lora_rank": 20, "kv_lora_rank": 28, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 16,
@@ -135,6 +139,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "embedding_multiplier": 2.0,
     }),
     "falcon-h1-plain": ("FalconH1", {**_MAMBA, "mamba_d_ssm": None, "mamba_expand": 1, "projectors_bias": True}),
+    "gemma4": ("Gemma4", {
+        **_GEMMA4, "num_kv_shared_layers": 2, "use_double_wide_mlp": True, "final_logit_softcapping": 9.0,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+    }),
+    "gemma4-moe": ("Gemma4", {
+        **_GEMMA4, "num_hidden_layers": 7, "attention_k_eq_v": True, "num_global_key_value_heads": 1, "enable_moe_block": True,
+        "num_experts": 8, "top_k_experts": 3, "moe_intermediate_size": 24, "hidden_size_per_layer_input": 0,
+    }),
     "olmo2": ("Olmo2", {}),
     "olmo2-biases": ("Olmo2", {"attention_bias": True, "num_key_value_heads": 4, "tie_word_embeddings": True}),
     "olmo3": ("Olmo3", {"num_hidden_layers": 5, "sliding_window": 7}),
