@@ -147,6 +147,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         **_GEMMA4, "num_hidden_layers": 7, "attention_k_eq_v": True, "num_global_key_value_heads": 1, "enable_moe_block": True,
         "num_experts": 8, "top_k_experts": 3, "moe_intermediate_size": 24, "hidden_size_per_layer_input": 0,
     }),
+    "deepseek-v3.2": ("DeepseekV32", {
+        **_ROUTED, **_LATENT, "n_group": 2, "topk_group": 1, "index_topk": 512, "index_head_dim": 12, "index_n_heads": 2,
+    }),
     "olmo2": ("Olmo2", {}),
     "olmo2-biases": ("Olmo2", {"attention_bias": True, "num_key_value_heads": 4, "tie_word_embeddings": True}),
     "olmo3": ("Olmo3", {"num_hidden_layers": 5, "sliding_window": 7}),
