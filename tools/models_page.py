@@ -43,12 +43,13 @@ MISSING = """
 
 | family | it needs |
 | --- | --- |
-| Llama 4 | attention within chunks; queries scaled by position; experts whose input is scaled |
-| Mamba-2 hybrids: Granite 4, Nemotron-H, Falcon H1 | the selective state-space operator |
-| Gemma 3n, Gemma 4 | per-layer embeddings, keys and values shared between layers |
+| Gemma 3n | a mean and a deviation of a row as numbers of their own (sparse activations); streams mixed by each token |
+| DeepSeek-V3.2 in contexts longer than `index_topk`, GLM-5 | latent attention over positions that an indexer chooses |
+| DeepSeek-V4 | attention over compressed keys, hyper-connections |
 | encoders: ModernBERT and its like | attention to both sides without pages |
 
-Recurrent states (LFM2) run, batched, preempted and moved between backends, but without prefix caching and speculation.
+Recurrent states (LFM2, Qwen3-Next and 3.5, the Mamba-2 hybrids) run, batched, preempted and moved between backends, but
+without prefix caching and speculation.
 """
 
 

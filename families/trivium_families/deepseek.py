@@ -1,4 +1,4 @@
-"""DeepSeek V2 and V3: latent attention, and experts that are chosen in groups beside shared ones.
+"""DeepSeek V2, V3 and, in short contexts, V3.2: latent attention, and experts that are chosen in groups beside shared ones.
 
 What is kept of a token is a latent vector, from which each head's keys and values are projections, and one rotated key for all
 heads. The projections are absorbed: that of the keys goes to the queries, that of the values behind the attention, so that
@@ -16,11 +16,13 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 import numpy as np
+from trivium.errors import CheckpointError, UnsupportedError
 from trivium.models import Decoder, Family, ModelInfo, RawConfig, count, flag, number, read_info, table
 from trivium.models.decoder import Rotation
 from trivium.ops import LatentKV, Program, Value, Weight
 
 from trivium_families.experts import shared_and_routed
+from trivium_families.pieces import as_is
 from trivium_families.plugin import Hook
 from trivium_families.stacked import Make, Rearranged, stack_experts
 
@@ -49,25 +51,63 @@ def build_v2(info: ModelInfo, max_model_len: int | None) -> Program:
     grouped = config.get("topk_method") == "group_limited_greedy"
     info = info if grouped else info._replace(config={**config, "n_group": 1, "topk_group": 1})
     d = Decoder(info, max_model_len)
-    return _latent_layers(d, shared_and_routed(d, scoring="softmax", normalize=False, correction=False))
+    return latent_layers(d, shared_and_routed(d, scoring="softmax", normalize=False, correction=False))
 
 
 def build_v3(info: ModelInfo, max_model_len: int | None) -> Program:
     """DeepSeek-V3, R1: experts by sigmoid and a bias for the choice; a group is worth its two best experts."""
     d, normalize = Decoder(info, max_model_len), flag(info.config, "norm_topk_prob", True)
-    return _latent_layers(d, shared_and_routed(d, scoring="sigmoid", normalize=normalize, correction=True))
+    return latent_layers(d, shared_and_routed(d, scoring="sigmoid", normalize=normalize, correction=True))
 
 
-def _latent_layers(d: Decoder, feed_forward: Callable[[int, Value], Value]) -> Program:
+def build_v32(info: ModelInfo, max_model_len: int | None) -> Program:
+    """DeepSeek-V3.2 in contexts of up to `index_topk` tokens, where its sparse attention reads all positions: DeepSeek-V3."""
+    longest, chosen = max_model_len or info.max_positions, count(info.config, "index_topk")
+    if longest > chosen:
+        message = (
+            f"{info.architecture} reads, in contexts of more than {chosen} tokens, only positions that an indexer chooses, and "
+            f"no operator does that (sparse latent attention); {longest} were asked for: set max_model_len to {chosen} or less"
+        )
+        raise UnsupportedError(message, param="max_model_len")  # fmt: skip
+    return build_v3(info, max_model_len)
+
+
+def read_v32(architecture: str, config: RawConfig) -> ModelInfo:
+    """`mlp_layer_types` counts the dense layers, which come first."""
+    kinds = config.get("mlp_layer_types")
+    if kinds is None:
+        return read_deepseek(architecture, config)
+    dense = kinds.count("dense") if isinstance(kinds, list | tuple) else -1
+    if dense < 0 or any(kind != "sparse" for kind in kinds[dense:]):
+        raise CheckpointError(f"the configuration's 'mlp_layer_types' must be a list of dense, then sparse layers, not {kinds!r}",
+                              param="mlp_layer_types")  # fmt: skip
+    return read_deepseek(architecture, {**config, "first_k_dense_replace": dense})
+
+
+def refuse_v4(architecture: str, config: RawConfig) -> ModelInfo:
+    """Raises UnsupportedError, which says what is missing."""
+    message = (
+        f"{architecture} is not supported: no operator does attention over compressed keys (chosen by an indexer, beside a window)"
+    )
+    raise UnsupportedError(f"{message}, and none its hyper-connections", param="architectures")
+
+
+def build_v4(info: ModelInfo, max_model_len: int | None) -> Program:
+    """DeepSeek-V4: refused by name; attention over compressed keys and hyper-connections have no operators yet."""
+    raise UnsupportedError(f"{info.architecture} is not supported", param="architectures")
+
+
+def latent_layers(d: Decoder, feed_forward: Callable[[int, Value], Value], sharpen: Rotation = as_is) -> Program:
+    """Llama's graph with latent attention and `feed_forward(layer, x)`. `sharpen`: what is done to queries before all else."""
     rotate, x = d.rotation(), d.embed()
     for i in range(d.info.layers):
         layer = f"model.layers.{i}"
-        x = d.op("add", x, _latent_attention(d, i, d.norm(x, f"{layer}.input_layernorm"), rotate))
+        x = d.op("add", x, _latent_attention(d, i, d.norm(x, f"{layer}.input_layernorm"), rotate, sharpen))
         x = d.op("add", x, feed_forward(i, d.norm(x, f"{layer}.post_attention_layernorm")))
     return d.finish(x)
 
 
-def _latent_attention(d: Decoder, i: int, x: Value, rotate: Rotation) -> Value:
+def _latent_attention(d: Decoder, i: int, x: Value, rotate: Rotation, sharpen: Rotation) -> Value:
     """The attention block of layer `i`. rank: of the latent; nope, rope: numbers of a head's query that are not and that are
     rotated; its values have v_head_dim."""
     info, config, attn = d.info, d.info.config, f"model.layers.{i}.self_attn"
@@ -78,7 +118,7 @@ def _latent_attention(d: Decoder, i: int, x: Value, rotate: Rotation) -> Value:
     else:
         low = _latent_norm(d, d.linear(x, f"{attn}.q_a_proj", count(config, "q_lora_rank"), bias=bias), f"{attn}.q_a_layernorm")
         q = d.linear(low, f"{attn}.q_b_proj", info.heads * (nope + rope))
-    q = d.op("reshape", q, shape=("tokens", info.heads, nope + rope))
+    q = sharpen(d.op("reshape", q, shape=("tokens", info.heads, nope + rope)))
     both = d.linear(x, f"{attn}.kv_a_proj_with_mqa", rank + rope, bias=bias)
     latent = _latent_norm(d, d.op("slice", both, start=0, stop=rank), f"{attn}.kv_a_layernorm")
     key = rotate(d.op("reshape", d.op("slice", both, start=rank, stop=rank + rope), shape=("tokens", 1, rope)))
@@ -135,3 +175,5 @@ def _rearranged(name: str, make: Make, take: Callable[[np.ndarray], np.ndarray])
 
 deepseek_v2 = Hook(Family(build_v2, V2_DEFAULTS, read_deepseek, absorb))
 deepseek_v3 = Hook(Family(build_v3, V3_DEFAULTS, read_deepseek, absorb))
+deepseek_v32 = Hook(Family(build_v32, {**V3_DEFAULTS, "index_topk": 2048}, read_v32, absorb))
+deepseek_v4 = Hook(Family(build_v4, V3_DEFAULTS, refuse_v4))

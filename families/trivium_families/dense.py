@@ -14,6 +14,7 @@ from trivium.models import Decoder, Family, ModelInfo, RawConfig, count, flag, n
 from trivium.models.decoder import Rotation
 from trivium.ops import Program, Value
 
+from trivium_families.pieces import as_is
 from trivium_families.plugin import Hook
 
 OLMO_DEFAULTS: RawConfig = {"hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 5e5}
@@ -96,14 +97,10 @@ def build_smollm3(info: ModelInfo, max_model_len: int | None) -> Program:
     rotate, x = d.rotation(), d.embed()
     for i, window in enumerate(windows):
         layer, y = f"model.layers.{i}", d.norm(x, f"model.layers.{i}.input_layernorm")
-        y = d.attention(i, y, rotate if rotated[i] else _as_is, bias=bias, out_bias=bias, window=window)
+        y = d.attention(i, y, rotate if rotated[i] else as_is, bias=bias, out_bias=bias, window=window)
         x = d.op("add", x, y)
         x = d.op("add", x, d.mlp(d.norm(x, f"{layer}.post_attention_layernorm"), f"{layer}.mlp", bias=mlp_bias))
     return d.finish(x)
-
-
-def _as_is(x: Value) -> Value:
-    return x
 
 
 def build_granite(info: ModelInfo, max_model_len: int | None) -> Program:
@@ -156,7 +153,7 @@ def build_cohere2(info: ModelInfo, max_model_len: int | None) -> Program:
     for i, window in enumerate(info.windows(lambda layer: (layer + 1) % pattern != 0)):
         layer = f"model.layers.{i}"
         y = d.norm(x, f"{layer}.input_layernorm")
-        attended = d.attention(i, y, _as_is if window is None else rotate, bias=bias, out_bias=bias, window=window)
+        attended = d.attention(i, y, as_is if window is None else rotate, bias=bias, out_bias=bias, window=window)
         x = d.op("add", d.op("add", x, attended), d.mlp(y, f"{layer}.mlp"))
     return d.finish(x, scale=number(config, "logit_scale"))
 

@@ -43,6 +43,11 @@ def refuse_unless(info: ModelInfo, key: str, wanted: Sequence[Any], why: str) ->
         raise UnsupportedError(f"{info.architecture} with {key!r} {value!r} is not supported: {why}", param=key)
 
 
+def as_is(x: Value) -> Value:
+    """x: where another layer rotates or normalises."""
+    return x
+
+
 def spread(d: Decoder, x: Value, width: int) -> Value:
     """x[..., 1] as y[..., width]: every number `width` times, by a product with a column of ones."""
     return d.op("linear", x, d.b.array(f"ones.{width}", np.ones((width, 1), np.float32)), None)

@@ -36,7 +36,7 @@ def check(case: dict[str, Any], runner: Runner, want: np.ndarray, chunk: int) ->
 
 def test_every_family_has_golden_logits() -> None:
     covered = {case["config"]["architectures"][0] for case in ABOUT.values()}
-    assert covered == ARCHITECTURES.keys() - {"Gemma3ForConditionalGeneration"}
+    assert covered >= ARCHITECTURES.keys()
 
 
 @pytest.mark.parametrize("name", ABOUT)

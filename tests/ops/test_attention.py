@@ -19,14 +19,14 @@ def at(pages, table, position):
     return pages[table[position // size], position % size].astype(np.float64)
 
 
-def brute(q, kv, starts, contexts, sinks, scale, window, softcap, causal):
+def brute(q, kv, starts, contexts, sinks, scale, window, softcap, causal, chunk=None):
     heads, kv_heads = q.shape[1], kv.k.shape[2]
     out = np.zeros(q.shape)
     for s, context in enumerate(contexts):
         queries = starts[s + 1] - starts[s]
         for i in range(queries):
             p = context - queries + i
-            lo = max(0, p - window + 1) if window else 0
+            lo = max(0, p - window + 1) if window else max(j for j in range(p + 1) if j % (chunk or context) == 0)
             seen = range(lo, p + 1 if causal else context)
             for h in range(heads):
                 g = h // (heads // kv_heads)
@@ -48,6 +48,14 @@ def test_paged_attention_equals_brute_force_in_every_case():
             rtol=1e-4,
             atol=1e-5,
         )
+
+
+def test_chunked_attention_equals_brute_force_within_the_query_s_chunk():
+    chunked = ops.OPERATORS["chunked_attention"]
+    for case in chunked.cases(np.random.default_rng(4)):
+        q, kv, starts, contexts = case.args
+        want = brute(q, kv, starts, contexts, None, window=None, softcap=None, causal=True, **case.attrs)
+        np.testing.assert_allclose(chunked(*case.args, **case.attrs), want, rtol=1e-4, atol=1e-5)
 
 
 def test_an_entry_of_minus_one_that_a_query_needs_is_an_error_not_the_last_page():

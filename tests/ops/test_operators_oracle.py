@@ -27,6 +27,33 @@ def test_gated_delta_rule_equals_the_one_of_qwen3_next():
     np.testing.assert_allclose(state.data[0], last[0].numpy(), rtol=1e-4, atol=1e-5)
 
 
+def test_state_space_scan_equals_the_one_of_mamba2():
+    torch = pytest.importorskip("torch")
+    modeling = pytest.importorskip("transformers.models.mamba2.modeling_mamba2")
+    rng = np.random.default_rng(1)
+    x, b, c = (rng.standard_normal(shape).astype(np.float32) for shape in ((11, 4, 8), (11, 2, 6), (11, 2, 6)))
+    dt, a, d = (rng.uniform(0, 1, shape).astype(np.float32) for shape in ((11, 4), 4, 4))
+    tensors = [torch.tensor(t)[None] for t in (x, dt)] + [torch.tensor(-a)] + [torch.tensor(t)[None] for t in (b, c)]
+    limits = 0.2, 0.9
+    want, last = modeling.mamba2_chunk_scan(*tensors, 4, D=torch.tensor(d), dt_limit=limits, return_final_states=True)
+    state = RecurrentState(np.zeros((1, 4, 8, 6), np.float32), np.zeros(1, np.int32))
+    got, state = ops.OPERATORS["selective_scan"](x, dt, -a, b, c, d, state, *sequences([11], [11]), dt_limits=limits)
+    np.testing.assert_allclose(got, want[0].numpy(), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(state.data[0], last[0].numpy(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("offset", [0, 1])
+def test_position_scale_equals_the_temperatures_of_llama_4_and_ministral_3(offset):
+    torch = pytest.importorskip("torch")
+    modeling = pytest.importorskip("transformers.models.ministral3.modeling_ministral3")
+    positions, x = np.array([0, 6, 7, 8, 13, 14, 900], np.int32), np.ones((7, 2, 3), np.float32)
+    want = modeling.get_llama_4_attn_scale(torch.tensor(positions + offset)[None], 0.1, 7)[0, 0].numpy()
+    if offset:  # Llama 4's own line
+        want = (torch.log1p(torch.floor((torch.tensor(positions).float() + 1.0) / 7)) * 0.1 + 1.0).numpy()[:, None]
+    got = ops.OPERATORS["position_scale"](x, positions, beta=0.1, period=7, offset=offset)
+    np.testing.assert_allclose(got, np.broadcast_to(want[..., None], x.shape), rtol=1e-6)
+
+
 @pytest.mark.parametrize("kind", ["silu", "gelu", "gelu_tanh", "relu", "relu2", "quick_gelu", "sigmoid", "tanh"])
 def test_activations_equal_those_of_transformers(kind):
     torch = pytest.importorskip("torch")

@@ -77,6 +77,27 @@ def test_delta_rule_equals_products_of_transition_matrices():
         assert (after.data[unowned] == STALE).all()
 
 
+def test_state_space_scan_equals_its_sum_over_all_earlier_tokens():
+    """y_t = d · x_t + sum over j <= t of exp(a · (dt_j+1 + ... + dt_t)) · dt_j · (c_t · b_j) · x_j + the first state, faded."""
+    for case in OPS["selective_scan"].cases(np.random.default_rng(5)):
+        x, dt, a, b, c, d, s, starts, contexts = case.args
+        before = copy.deepcopy(s)
+        y, after = OPS["selective_scan"](*case.args, **case.attrs)
+        dt = np.clip(dt, *case.attrs.get("dt_limits", (0, 1)))
+        for i, page in enumerate(s.table):
+            rows = range(starts[i], starts[i + 1])
+            first = np.zeros_like(before.data[page]) if contexts[i] == len(rows) else before.data[page]
+            for h, t in ((h, t) for h in range(x.shape[1]) for t in rows):
+                group = h * b.shape[1] // x.shape[1]
+                fade = [math.exp(a[h] * dt[j : t + 1, h].sum(dtype=np.float64)) for j in range(rows[0], t + 2)]
+                want = d[h] * x[t, h] + fade[0] * first[h] @ c[t, group]
+                for j in range(rows[0], t + 1):
+                    want = want + fade[j + 1 - rows[0]] * dt[j, h] * (c[t, group] @ b[j, group]) * x[j, h]
+                np.testing.assert_allclose(y[t, h], want, rtol=1e-3, atol=1e-4)
+        unowned = np.setdiff1d(np.arange(len(s.data)), s.table)
+        assert (after.data[unowned] == STALE).all()
+
+
 def test_short_convolution_equals_numpy_convolution_of_the_whole_sequence():
     rng = np.random.default_rng(3)
     x, weight, bias = (rng.standard_normal(shape).astype(np.float32) for shape in ((9, 3), (3, 4), (3,)))

@@ -49,6 +49,25 @@ def test_the_delta_rule_over_many_chunks(lab, step):
 
 
 @pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
+def test_the_state_space_scan_over_many_chunks(lab, step):
+    rng = np.random.default_rng(SEED)
+    tokens, heads, groups, dk, dv = int(step.query_starts[-1]), 4, 2, 16, 8
+    x, b, c = normal(rng, tokens, heads, dv), normal(rng, tokens, groups, dk), normal(rng, tokens, groups, dk)
+    dt, a = rng.uniform(0, 1, (tokens, heads)).astype(np.float32), -rng.uniform(0, 3, heads).astype(np.float32)
+    state = recurrent_state(rng, step, (heads, dv, dk))
+    run(lab, "selective_scan", Case((x, dt, a, b, c, normal(rng, heads), state, *step)))
+
+
+@pytest.mark.parametrize("chunk", [16, 40, 64])
+@pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
+def test_attention_within_chunks_that_lie_across_pages_and_queries(lab, step, chunk):
+    rng = np.random.default_rng(SEED)
+    state = paged_state(rng, step, (2, 16), (2, 16), page_size=16, window=chunk)
+    q = normal(rng, int(step.query_starts[-1]), 6, 16)
+    run(lab, "chunked_attention", Case((q, state, *step), {"scale": 0.25, "chunk": chunk}))
+
+
+@pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
 def test_the_short_convolution_over_mixed_lengths(lab, step):
     rng = np.random.default_rng(SEED)
     x = normal(rng, int(step.query_starts[-1]), 6)

@@ -144,6 +144,20 @@ class Span(NamedTuple):
     mask: Tensor | None
 
 
+class Sight(NamedTuple):
+    """Which positions a query sees: with `window` so many up to its own, with `chunk` those of its own chunk of so many."""
+
+    window: int | None
+    chunk: int | None
+    causal: bool
+
+    def oldest(self, at: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """The first position that queries at these positions see."""
+        if self.window is not None:
+            return np.maximum(0, at - self.window + 1)
+        return np.zeros_like(at) if self.chunk is None else at // self.chunk * self.chunk
+
+
 @dataclass
 class GroupStep:
     """One step of one group of layers; everything is worked out once for all of them."""
@@ -179,30 +193,27 @@ class GroupStep:
         slots = self.upload(self.slot_mapping[kept].astype(np.int64))
         return (None if len(kept) == len(self.slot_mapping) else self.upload(kept)), slots
 
-    def spans(self, window: int | None, causal: bool, repeat: int) -> list[Span]:
-        """The reads of attention."""
-        return self.once((window, causal, repeat), lambda: list(self._spans(window, causal, repeat)))  # type: ignore[no-any-return]
+    def spans(self, window: int | None, causal: bool, repeat: int, chunk: int | None = None) -> list[Span]:
+        """The reads of attention: all, those of a window, or those of a position's own chunk."""
+        seen = Sight(window, chunk, causal)
+        return self.once((seen, repeat), lambda: list(self._spans(seen, repeat)))  # type: ignore[no-any-return]
 
-    def _spans(self, window: int | None, causal: bool, repeat: int) -> Iterator[Span]:
+    def _spans(self, seen: Sight, repeat: int) -> Iterator[Span]:
         queries, contexts = np.diff(self.starts), self.contexts.astype(np.int64)
-        first = np.zeros_like(contexts) if window is None else np.maximum(0, contexts - queries - window + 1)
+        first = seen.oldest(contexts - queries)
         for seqs in alike(queries, contexts - first):
-            count = int(queries[seqs[0]])
-            yield self._span(seqs, count, first[seqs], window, causal, repeat)
+            yield self._span(seqs, int(queries[seqs[0]]), first[seqs], seen, repeat)
 
-    def _span(
-        self, seqs: npt.NDArray[np.intp], count: int, first: npt.NDArray[np.int64], window: int | None, causal: bool, repeat: int
-    ) -> Span:
+    def _span(self, seqs: npt.NDArray[np.intp], count: int, first: npt.NDArray[np.int64], sight: Sight, repeat: int) -> Span:
         context = self.contexts[seqs].astype(np.int64)[:, None]
         keys = -(-int((context[:, 0] - first).max()) // LANES) * LANES
         at = first[:, None] + np.arange(keys)
         index = self._rows_at(seqs, at, at < context)
         query = context - count + np.arange(count)
         seen = np.broadcast_to((at < context)[:, None], (len(seqs), count, keys))
-        if causal:
+        if sight.causal:
             seen = seen & (at[:, None] <= query[..., None])
-        if window is not None:
-            seen = seen & (at[:, None] > query[..., None] - window)
+        seen = seen & (at[:, None] >= sight.oldest(query)[..., None])
         rows = self.starts[seqs].astype(np.int64)[:, None] + np.arange(count)
         mask = None if seen.all() else self.upload(np.tile(seen, (1, repeat, 1)))
         return Span(self.upload(rows), self.upload(index), mask)

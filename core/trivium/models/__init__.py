@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from trivium.errors import CheckpointError, UnsupportedError
 from trivium.extensions import blame, find, installed
-from trivium.models import gemma, llama
+from trivium.models import llama
 from trivium.models.config import ModelInfo, RawConfig, count, flag, flatten, number, read_info, table
 from trivium.models.decoder import Decoder
 from trivium.ops import Program
@@ -38,10 +38,8 @@ ARCHITECTURES: Mapping[str, Family] = {
     "MistralForCausalLM": Family(llama.build_mistral, llama.MISTRAL_DEFAULTS),
     "Qwen2ForCausalLM": Family(llama.build_qwen2, llama.QWEN2_DEFAULTS),
     "Qwen3ForCausalLM": Family(llama.build_qwen3, llama.QWEN3_DEFAULTS),
-    "Gemma2ForCausalLM": Family(gemma.build_gemma2, gemma.GEMMA2_DEFAULTS),
-    **dict.fromkeys(("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"), Family(gemma.build_gemma3, gemma.GEMMA3_DEFAULTS)),
     "Phi3ForCausalLM": Family(llama.build_phi3, llama.PHI3_DEFAULTS),
-}  # fmt: skip
+}
 
 
 def describe(config: RawConfig) -> ModelInfo:

@@ -65,8 +65,9 @@ def _attend_one(q: Array, k: Array, v: Array, scale: float, softcap: float | Non
 
 
 def sequences_of(
-    kv: PagedState, query_starts: Array, context_lens: Array, window: int | None = None, causal: bool = True
-) -> Iterator[tuple[slice, Array, Array, Array]]:
+    kv: PagedState, query_starts: Array, context_lens: Array, window: int | None = None, causal: bool = True,
+    chunk: int | None = None,
+) -> Iterator[tuple[slice, Array, Array, Array]]:  # fmt: skip
     """Each sequence that has queries: their rows, the keys and values from the first position that any reads, and
     bool[queries, positions from there on]: which are visible."""
     for s, context in enumerate(context_lens.tolist()):
@@ -74,11 +75,12 @@ def sequences_of(
         if begin == end:
             continue
         query = np.arange(context - (end - begin), context)[:, None]
-        start = 0 if window is None else max(0, int(query[0, 0]) - window + 1)
+        whole = chunk or context  # a chunk as long as the context: nothing is out of sight
+        oldest = query // whole * whole if window is None else np.maximum(query - window + 1, 0)
+        start = int(oldest[0, 0])
         at = np.arange(start, context)
-        mask = (at <= query) | (not causal)
         k, v = (read_positions(pages, kv.block_table[s], start, context) for pages in (kv.k, kv.v))
-        yield slice(begin, end), k, v, mask if window is None else mask & (at > query - window)
+        yield slice(begin, end), k, v, ((at <= query) | (not causal)) & (at >= oldest)
 
 
 @operator(
@@ -102,6 +104,19 @@ def paged_attention(
     y = np.zeros((q.shape[0], q.shape[1], kv.v.shape[-1]), np.float32)
     for rows, k, v, visible in sequences_of(kv, query_starts, context_lens, window, causal):
         y[rows] = attend(q[rows], k, v, visible, scale, softcap, sinks)
+    return y
+
+
+@operator(
+    "q[tokens, heads, head_dim], kv:PagedKV, query_starts[seqs+1]:int32, context_lens[seqs]:int32 -> y[tokens, heads, head_dim]",
+    *({"scale": 0.2, "chunk": chunk} for chunk in (6, 16)), sizes={"step": (*STEPS, sequences([1, 40], [300, 130]))}, tolerance=4,
+)  # fmt: skip
+def chunked_attention(q: Array, kv: PagedState, query_starts: Array, context_lens: Array, *, scale: float, chunk: int) -> Array:
+    """paged_attention, causal, within chunks: a query at position p reads positions floor(p / chunk) · chunk .. p, so a state whose
+    window is `chunk` keeps all that is read (Meta AI, "The Llama 4 herd", 2025)."""
+    y = np.zeros_like(q)
+    for rows, k, v, visible in sequences_of(kv, query_starts, context_lens, chunk=chunk):
+        y[rows] = attend(q[rows], k, v, visible, scale, None, None)
     return y
 
 

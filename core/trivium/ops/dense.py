@@ -172,6 +172,17 @@ def rope(x: Array, positions: Array, inv_freq: Array, *, interleaved: bool = Fal
     return y
 
 
+@operator(
+    "x[tokens, heads, head_dim], positions[tokens]:int32 -> y[tokens, heads, head_dim]", {"beta": 0.1, "period": 64},
+    {"beta": 0.5, "period": 3, "offset": 1}, draw={"positions": lambda d: d.integers(500)}, tolerance=2,
+)  # fmt: skip
+def position_scale(x: Array, positions: Array, *, beta: float, period: int, offset: int = 0) -> Array:
+    """y[t] = x[t] · (1 + beta · ln(1 + floor((positions[t] + offset) / period))): queries of far positions attend more sharply
+    (Nakanishi, "Scalable-Softmax Is Superior for Attention", 2025; as in Llama 4 and Mistral 3)."""
+    steps = ((positions + offset) // period).astype(np.float32)
+    return x * (1 + np.float32(beta) * np.log1p(steps))[:, None, None]
+
+
 def _infer_reshape(shapes: Sequence[Shape | None], attrs: Mapping[str, Any]) -> tuple[Shape, ...]:
     old, new = shapes[0] or (), tuple(attrs["shape"])
     symbols = [sorted(d for d in s if isinstance(d, str)) for s in (old, new)]

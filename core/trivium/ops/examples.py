@@ -111,7 +111,7 @@ class Draw(NamedTuple):
         return self.rng.integers(start, stop, self.shape)
 
     def paged(self, key_shape: tuple[int, int], value_shape: tuple[int, int]) -> PagedState:
-        page_size, window = self.call["page_size"], self.call.get("window")
+        page_size, window = self.call["page_size"], self.call.get("window", self.call.get("chunk"))
         return paged_state(self.rng, self.step, key_shape, value_shape, page_size=page_size, window=window)
 
     def keys_and_values(self) -> PagedState:

@@ -1,4 +1,4 @@
-"""Operators that carry a fixed-size state along each sequence: the gated delta rule and the short convolution."""
+"""Operators that carry a fixed-size state along each sequence: gated delta rule, state-space recurrence, short convolution."""
 
 from __future__ import annotations
 
@@ -41,6 +41,33 @@ def gated_delta_rule(
             missing = v[t] - np.einsum("hkv,hk->hv", state, k[t])
             state = state + beta[t][:, None, None] * k[t][:, :, None] * missing[:, None, :]
             y[t] = np.float32(scale) * np.einsum("hkv,hk->hv", state, q[t])
+        s.data[page] = state
+    return y, s
+
+
+@operator(
+    "x[tokens, heads, dv], dt[tokens, heads], a[heads]:weight, b[tokens, groups, dk], c[tokens, groups, dk], d[heads]:weight,"
+    " s:Recurrent, query_starts[seqs+1]:int32, context_lens[seqs]:int32 -> y[tokens, heads, dv], s:Recurrent",
+    {}, {"dt_limits": (0.25, 0.75)}, draw={"dt": Draw.uniform, "a": lambda d: -4 * d.uniform(),
+          "s": lambda d: d.recurrent(d.call["heads"], d.call["dv"], d.call["dk"])},
+    sizes={"groups": (1, 2, 3, 3, 1, 2)}, tolerance=10,
+)  # fmt: skip
+def selective_scan(
+    x: Array, dt: Array, a: Array, b: Array, c: Array, d: Array, s: RecurrentState, query_starts: Array, context_lens: Array,
+    *, dt_limits: tuple[float, float] = (0.0, np.inf),
+) -> tuple[Array, RecurrentState]:  # fmt: skip
+    """The state-space recurrence of Mamba-2; the state S of a head is [dv, dk], Recurrent((heads, dv, dk)). Head h reads group
+    h // (heads / groups) of b and c.
+
+    Token by token: S = exp(dt·a)·S + dt · x ⊗ b; y = S·c + d·x. A sequence whose context starts in this step starts from
+    zeros. dt is clipped to dt_limits, and else used as it comes (Dao and Gu, "Transformers are SSMs", 2024).
+    """
+    dt = np.clip(dt, np.float32(dt_limits[0]), np.float32(dt_limits[1]))
+    y, (b, c) = np.zeros_like(x), (np.repeat(group, x.shape[1] // group.shape[1], axis=1) for group in (b, c))
+    for begin, end, page, state in spans(s, query_starts, context_lens):
+        for t in range(begin, end):
+            state = np.exp(dt[t] * a)[:, None, None] * state + (dt[t][:, None] * x[t])[:, :, None] * b[t][:, None, :]
+            y[t] = np.einsum("hvk,hk->hv", state, c[t]) + d[:, None] * x[t]
         s.data[page] = state
     return y, s
 

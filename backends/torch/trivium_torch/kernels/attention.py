@@ -93,10 +93,15 @@ def paged_attention(session: TorchSession, args: Args, attrs: Attrs) -> Tensor:
     return over_spans(q, kv, kv_heads, kv.v, attrs, one)
 
 
+def chunked_attention(session: TorchSession, args: Args, attrs: Attrs) -> Tensor:
+    """The spans of a step are those of its chunks; all else is as in paged_attention."""
+    return paged_attention(session, [*args, None], {**attrs, "softcap": None})
+
+
 def over_spans(q: Tensor, kv: Paged, kv_heads: int, values: Floats, attrs: Attrs, one: Callable[[Span], Tensor]) -> Tensor:
     """What `one` answers to each of the step's spans, in the rows of its tokens; [tokens, heads, n] in q's dtype."""
     y = torch.zeros((*q.shape[:2], values.parts[0].shape[-1]), dtype=q.dtype, device=q.device)
-    for span in kv.step.spans(attrs.get("window"), attrs.get("causal", True), q.shape[1] // kv_heads):
+    for span in kv.step.spans(attrs.get("window"), attrs.get("causal", True), q.shape[1] // kv_heads, attrs.get("chunk")):
         y.index_copy_(0, span.rows.flatten(), answers(one(span), span).to(q.dtype))
     return y
 
@@ -137,4 +142,5 @@ def latent_attention(session: TorchSession, args: Args, attrs: Attrs) -> Tensor:
 
 KERNELS: Mapping[str, Callable[[TorchSession, Args, Attrs], Any]] = {
     "kv_write": kv_write, "latent_write": latent_write, "paged_attention": paged_attention, "latent_attention": latent_attention,
+    "chunked_attention": chunked_attention,
 }  # fmt: skip

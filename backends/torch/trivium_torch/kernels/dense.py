@@ -148,6 +148,21 @@ def rope(session: TorchSession, args: Args, attrs: Attrs) -> Tensor:
     return turn(session, *args, **attrs)
 
 
+def position_scale(session: TorchSession, args: Args, attrs: Attrs) -> Tensor:
+    """The factors are worked out once a step for all layers."""
+    x: Tensor = args[0]
+    positions: Tensor = args[1]
+    beta, period, offset = attrs["beta"], attrs["period"], attrs["offset"]
+
+    def make() -> Tensor:
+        steps = torch.div(positions + offset, period, rounding_mode="floor").to(F32)
+        factors: Tensor = 1 + beta * torch.log1p(steps)
+        return factors[:, None, None]
+
+    factor: Tensor = session.once(("position_scale", id(positions), beta, period, offset), make)
+    return (x.to(F32) * factor).to(x.dtype)
+
+
 def adapted(session: TorchSession, adapters: Tensor) -> list[tuple[int, Tensor]]:
     """(slot, its tokens) of the adapters of a step; looked up once for all layers."""
 
@@ -173,5 +188,5 @@ def lora(session: TorchSession, args: Args, attrs: Attrs) -> Tensor:
 KERNELS: Mapping[str, Callable[[TorchSession, Args, Attrs], Tensor]] = {
     "linear": linear, "head_linear": head_linear, "embedding": embedding, "add": add, "mul": mul, "scale": scale,
     "softcap": softcap, "rms_norm": rms_norm, "layer_norm": layer_norm, "activation": activation, "gated": gated, "rope": rope,
-    "lora": lora,
+    "lora": lora, "position_scale": position_scale,
 }  # fmt: skip

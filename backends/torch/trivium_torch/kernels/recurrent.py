@@ -58,6 +58,37 @@ def gated_delta_rule(session: TorchSession, args: Args, attrs: Attrs) -> tuple[T
     return y, s
 
 
+def scan_chunk(a: Tensor, state: Tensor, x: Tensor, dt: Tensor, b: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+    """(S · c, state after) of a chunk of C tokens; a[H, 1, 1], state[N, H, dv, dk], x[N, H, C, dv], dt[N, H, C, 1], b, c[N, H,
+    C, dk].
+
+    With G the running sum of dt · a, S_t = exp(G_t) · S_0 + sum over j <= t of exp(G_t - G_j) · dt_j · x_j ⊗ b_j (Dao and Gu,
+    "Transformers are SSMs", 2024, section 6).
+    """
+    run, moved = (dt * a).cumsum(dim=2), dt * x
+    decay = torch.exp(torch.tril(run - run.transpose(2, 3))).tril()
+    y = torch.exp(run) * (c @ state.transpose(2, 3)) + (decay * (c @ b.transpose(2, 3))) @ moved
+    last = run[:, :, -1:]
+    return y, torch.exp(last) * state + (moved * torch.exp(last - run)).transpose(2, 3) @ b
+
+
+def selective_scan(session: TorchSession, args: Args, attrs: Attrs) -> tuple[Tensor, Carried]:
+    x, dt, a, b, c, d, s, *_ = args
+    dt = dt.to(F32).clamp(*attrs["dt_limits"])
+    y, rates, heads = torch.zeros_like(x), a.to(F32).view(-1, 1, 1), x.shape[1]
+    for lane in s.lanes():
+        inputs = [taken(t if t.dim() == 3 else t[..., None], lane) for t in (x, dt, b, c)]
+        inputs = [t if t.shape[1] == heads else t.repeat_interleave(heads // t.shape[1], dim=1) for t in inputs]
+        state, found = begun(s, lane), []
+        for chunk in zip(*(torch.split(t, CHUNK, dim=2) for t in inputs), strict=True):
+            part, state = scan_chunk(rates, state, *chunk)
+            found.append(part + d.to(F32).view(-1, 1, 1) * chunk[0])
+        s.data[lane.pages] = state
+        rows = torch.cat(found, dim=2).transpose(1, 2)
+        y[lane.rows[lane.real]] = rows[lane.real].to(y.dtype)
+    return y, s
+
+
 def short_conv(session: TorchSession, args: Args, attrs: Attrs) -> tuple[Tensor, Carried]:
     x, weight, bias, s, *_ = args
     y, taps = torch.zeros_like(x), weight.to(F32).T
@@ -74,5 +105,5 @@ def short_conv(session: TorchSession, args: Args, attrs: Attrs) -> tuple[Tensor,
 
 
 KERNELS: Mapping[str, Callable[[TorchSession, Args, Attrs], Any]] = {
-    "gated_delta_rule": gated_delta_rule, "short_conv": short_conv,
+    "gated_delta_rule": gated_delta_rule, "selective_scan": selective_scan, "short_conv": short_conv,
 }  # fmt: skip

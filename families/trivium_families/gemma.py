@@ -11,9 +11,11 @@ import math
 from collections.abc import Sequence
 
 from trivium.errors import CheckpointError, UnsupportedError
-from trivium.models.config import ModelInfo, RawConfig, count, flag, number, table
-from trivium.models.decoder import Decoder, Rotation
+from trivium.models import Decoder, Family, ModelInfo, RawConfig, count, flag, number, table
+from trivium.models.decoder import Rotation
 from trivium.ops import Program
+
+from trivium_families.plugin import Hook
 
 GEMMA2_DEFAULTS: RawConfig = {
     "hidden_activation": "gelu_tanh", "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": True,
@@ -84,3 +86,7 @@ def gemma_decoder(info: ModelInfo, max_model_len: int | None) -> Decoder:
 def cap_of(info: ModelInfo, key: str) -> float | None:
     """A soft cap, None where the configuration has null."""
     return None if info.config.get(key) is None else number(info.config, key)
+
+
+gemma2 = Hook(Family(build_gemma2, GEMMA2_DEFAULTS))
+gemma3 = Hook(Family(build_gemma3, GEMMA3_DEFAULTS))
