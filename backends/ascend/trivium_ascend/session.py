@@ -39,13 +39,14 @@ class AscendSession(TorchSession):
         module.set_device(self.device)
         self.chip = chip_of(str(module.get_device_name(self.device)))
         self.max_len = int(options.get("max_model_len") or 0)
-        self.graph_sizes = tuple(options.get("graph_sizes", ())) if self.max_len else ()
+        self.graph_sizes = tuple(options.get("graph_sizes", ())) if self.max_len and options.get("graphs", True) else ()
         self.nz = bool(options.get("nz", self.chip.tiles)) and self.chip.lacks("npu_format_cast") is None
         if self.nz:
             module.config.allow_internal_format = True  # of the process: without it a cast to tiles gives rows
         self._kept: dict[Any, tuple[Any, Any]] = {}
         self._all_kernels = kernels
         self.recorder: Recorder | None = None
+        self.graphs: list[Any] = []
         self._joined: dict[tuple[int, int], Any] = {}
 
     def kept(self, owner: Any, key: Any, make: Callable[[], Any]) -> Any:
@@ -106,7 +107,7 @@ class AscendSession(TorchSession):
 
     def upload(self, array: npt.NDArray[Any]) -> Tensor:
         """Through pinned memory, behind what the device was given before; nobody waits."""
-        return torch.tensor(array).pin_memory(self.device).to(self.device, non_blocking=True)
+        return torch.tensor(array).pin_memory().to(self.device, non_blocking=True)
 
     def step_state(self, state: int, batch: Batch) -> Paged | Carried:
         made = super().step_state(state, batch)
@@ -134,9 +135,14 @@ class AscendSession(TorchSession):
         from trivium_ascend.graphs import GraphExecutable
 
         if self.graph_sizes:
-            return GraphExecutable(self, program, arranged, self.graph_sizes)
+            sizes = sorted({min(size, self._pages) for size in self.graph_sizes})  # each sequence writes to a page of its own
+            return GraphExecutable(self, program, arranged, tuple(sizes))
         return AscendExecutable(self, program, arranged)
 
     def close(self) -> None:
+        self.synchronize()
+        for graph in self.graphs:
+            graph.reset()  # gives its streams back, whoever still holds the executable
+        self.graphs.clear()
         self._kept.clear()
         super().close()

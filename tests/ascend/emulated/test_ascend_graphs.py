@@ -9,7 +9,7 @@ from tiny_checkpoints import make_checkpoint
 
 from trivium import LLM, SamplingParams
 
-LOAD = {"progress": False, "strict": True, "dtype": "float16", "kv_dtype": "float16", "num_kv_blocks": 12, "max_model_len": 256}
+LOAD = {"progress": False, "strict": True, "dtype": "float16", "kv_dtype": "float16", "num_kv_blocks": 24, "max_model_len": 256}
 PROMPTS = [[(7 * i * i + n) % 250 for i in range(n)] for n in (1, 37, 130)]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 FIA = "aclnnFusedInferAttentionScoreV4"
@@ -80,10 +80,10 @@ def test_a_model_without_fused_attention_says_so_once_and_runs_eagerly(npu, fold
 
 
 def test_graphs_are_bounded_by_the_chip_s_streams(npu):
-    from trivium.plugin import resolve_backend
+    from trivium_ascend.plugin import AscendBackend
 
-    backend, device = resolve_backend("ascend")
-    can = backend.capabilities(device)
+    backend = AscendBackend()
+    can = backend.capabilities(backend.probe().devices[0])
     assert can.graph_capture and can.max_graphs // can.graph_cost(80) == 22
 
 

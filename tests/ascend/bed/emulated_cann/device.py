@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+
 from emulated_cann.chips import chip
 from emulated_cann.registry import INT, OPERATORS, POINTER, SIZE, Operator, function, need
 
@@ -128,7 +129,7 @@ class Device:
     def run(self, task: Task) -> None:
         self.log.ran.append(task.name)
         try:
-            with torch.no_grad():
+            with torch.inference_mode():  # in which tensors made inside and outside of it may be written
                 task.body()
         except Exception as e:
             raise RuntimeError(f"{task.name}: {type(e).__name__}: {e}") from e
