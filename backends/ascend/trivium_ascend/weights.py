@@ -231,11 +231,11 @@ def tiled(made: Any) -> Any:
 
 
 def joined(a: Any, b: Any) -> Any:
-    """One weight whose rows are a's and then b's; None where they are of different kinds."""
+    """One weight whose outputs are a's and then b's; None where they are of different kinds."""
     if isinstance(a, Tensor) and isinstance(b, Tensor) and a.dtype == b.dtype:
-        return torch.cat([a, b])
+        return torch.cat([a, b], dim=-2)
     if isinstance(a, Rows8) and isinstance(b, Rows8) and a.rounds == b.rounds:
-        return Rows8(torch.cat([a.numbers, b.numbers]), torch.cat([a.scales, b.scales]), a.rounds)
+        return Rows8(torch.cat([a.numbers, b.numbers], dim=-2), torch.cat([a.scales, b.scales], dim=-2), a.rounds)
     if isinstance(a, Groups4) and isinstance(b, Groups4) and a.group == b.group and a.out % 8 == 0:
         pairs = zip((a.numbers, a.scales, a.offsets), (b.numbers, b.scales, b.offsets), strict=True)
         return Groups4(*(torch.cat(pair, dim=1) for pair in pairs), a.out + b.out)
@@ -244,7 +244,7 @@ def joined(a: Any, b: Any) -> Any:
 
 @dataclass(frozen=True)
 class Part:
-    """Rows start..stop of a weight that was joined with another: what is left of either."""
+    """Outputs start..stop of a weight [..., out, in] that was joined with another: what is left of either."""
 
     whole: Any
     start: int
@@ -252,17 +252,17 @@ class Part:
 
     @property
     def shape(self) -> torch.Size:
-        return torch.Size((self.stop - self.start, *self.whole.shape[1:]))
+        return torch.Size((*self.whole.shape[:-2], self.stop - self.start, self.whole.shape[-1]))
 
     @property
     def nbytes(self) -> int:
-        return int(self.whole.nbytes * (self.stop - self.start) // self.whole.shape[0])
+        return int(self.whole.nbytes * (self.stop - self.start) // self.whole.shape[-2])
 
     def __getitem__(self, index: int | slice | Tensor) -> Tensor:
         return self.to(torch.float32)[index]
 
     def to(self, dtype: torch.dtype) -> Tensor:
-        return self.whole.to(dtype)[self.start : self.stop]  # type: ignore[no-any-return]
+        return self.whole.to(dtype)[..., self.start : self.stop, :]  # type: ignore[no-any-return]
 
     def product(self, x: Tensor) -> Tensor | None:
         return None
