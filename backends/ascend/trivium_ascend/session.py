@@ -17,7 +17,7 @@ from trivium_ascend.kernels.table import NpuKernel
 from trivium_ascend.operators import npu
 from trivium_ascend.pages import Blocks, TokenMajor
 from trivium_ascend.weights import make_quantised
-from trivium_torch.kernels.dense import linear
+from trivium_torch.kernels.dense import linear as plain_linear
 from trivium_torch.pages import Carried, GroupStep, Layer, Paged
 from trivium_torch.session import TorchSession
 from trivium_torch.weights import Resident
@@ -63,13 +63,13 @@ class AscendSession(TorchSession):
     def linear(self, x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
         """The operator `linear`."""
         if isinstance(weight, Tensor):
-            return linear(self, (x, weight, bias), {})
+            return plain_linear(self, (x, weight, bias), {})
         rows = x.reshape(-1, x.shape[-1])
         y = weight.product(rows) if x.dtype in HALVES and len(rows) else None
         if y is None:
-            return linear(self, (x, weight.to(x.dtype), bias), {})
-        y = y if bias is None else (y + bias).to(x.dtype)
-        return y.view(*x.shape[:-1], -1)
+            return plain_linear(self, (x, weight.to(x.dtype), bias), {})
+        biased: Tensor = y if bias is None else (y + bias).to(x.dtype)
+        return biased.view(*x.shape[:-1], -1)
 
     def make_weight(self, weight: Weight, format: str) -> Resident:
         if format not in QUANTISED:
@@ -82,11 +82,11 @@ class AscendSession(TorchSession):
             if resident is old:
                 self._loaded[key] = new, weight
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    def attention(self, *qkv: Tensor, **options: Any) -> Tensor:
         """npu_fused_infer_attention_score_v2's first result; a task group of its own while a step is captured."""
         if self.recorder is not None:
-            return self.recorder.attention(q, k, v, **options)
-        return npu.npu_fused_infer_attention_score_v2(q, k, v, **options)[0]  # type: ignore[no-any-return]
+            return self.recorder.attention(*qkv, **options)
+        return npu.npu_fused_infer_attention_score_v2(*qkv, **options)[0]  # type: ignore[no-any-return]
 
     def causal_mask(self) -> Tensor:
         """int8[2048, 2048], 1 above the diagonal: the form in which the attention operator takes every causal or banded mask."""
