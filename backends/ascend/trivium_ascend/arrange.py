@@ -11,7 +11,8 @@ from typing import Any
 from trivium.ops import Program
 from trivium_ascend.weights import Part, joined, tiled
 
-Pairs = Mapping[tuple[int, int], Any]
+PLACES: Mapping[str, tuple[int, int]] = {"gate_up": (1, 3), "moe_experts": (3, 4)}
+"""Which arguments of a call are the weights of gate and up."""
 
 
 def arrange(
@@ -24,8 +25,8 @@ def arrange(
         if whole is None:
             continue
         whole = tiled(whole) if nz else whole
-        rows = found[first].shape[0]
-        parts = Part(whole, 0, rows), Part(whole, rows, whole.shape[0])
+        rows = found[first].shape[-2]
+        parts = Part(whole, 0, rows), Part(whole, rows, whole.shape[-2])
         for name, part in zip((first, second), parts, strict=True):
             forget(found[name], part)
             found[name] = part
@@ -36,13 +37,13 @@ def arrange(
 
 
 def gate_and_up(program: Program) -> Iterator[tuple[str, str]]:
-    """Names of the weights of fused gated blocks that nothing else reads."""
+    """Names of the weights of gated blocks, and of experts, that nothing else reads."""
     readers: dict[Any, int] = {}
     for value in (v for call in program.calls for v in call.args if v is not None):
         readers[value] = readers.get(value, 0) + 1
     for call in program.calls:
-        if call.name == "gate_up":
-            gate, up = call.args[1], call.args[3]
+        if call.name in PLACES:
+            gate, up = (call.args[at] for at in PLACES[call.name])
             assert gate is not None and up is not None
             if readers[gate] == readers[up] == 1:
                 yield gate.name, up.name

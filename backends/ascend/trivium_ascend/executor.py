@@ -40,6 +40,8 @@ class Tape:
         self._register: dict[Value, int] = {}
         self._state = {s.value: i for i, s in enumerate(program.states)}
         self._constants = [(self._of(c.value), weights[c.value.name]) for c in program.constants]
+        for value in (*program.inputs, *(s.value for s in program.states)):
+            self._of(value)
         self.lines = self._lines(choices)
 
     def _of(self, value: Value) -> int:

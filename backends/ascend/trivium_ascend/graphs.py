@@ -132,13 +132,18 @@ class Group:
         step = GroupStep(nothing, nothing.astype(np.int64), nothing, nothing, self.page, self.zero * self.page, torch.from_numpy)
         seen = Reads(None, list(range(1, self.size + 1)), self.lengths, table, None if self.window is None else hidden, 1)
         step.once("writes", lambda: (None, slots))
-        step.once(("whole", self.window), lambda: seen)
+        step.once(("whole", self.window), lambda: [seen])
         step.once(("by length", self.window), lambda: [seen])
-        step.once(("pieces", PIECE), lambda: seen)
+        step.once(("pieces", PIECE), lambda: [seen])
         if self.window is not None:
             self.mask = torch.zeros((self.size, self.columns * self.page), dtype=torch.bool, device=table.device)
-            step.once(("single", self.window), lambda: self.mask)
+            step.once(("single", id(seen)), lambda: self.mask)
         return step
+
+    def fits(self, batch: Batch) -> bool:
+        """Whether all tables together are no longer than the pool, which the operator wants."""
+        pages = -(-batch.context_lens // self.page)
+        return int(np.minimum(pages, self.columns).sum()) + self.size - batch.seqs <= self.zero
 
     def fill(self, fields: Fields, batch: Batch, session: AscendSession) -> None:
         """The numbers of a step, and of its padding."""
@@ -191,6 +196,7 @@ class Captured:
         finally:
             session.recorder = None
             session.begin_step()
+        session.graphs.append(self.graph)
 
     def _prepare(self, batch: Batch) -> None:
         host, count = self._fields.host, batch.seqs
@@ -201,6 +207,9 @@ class Captured:
         self._fields.upload()
         for group in self._groups:
             group.cover(self._fields)
+
+    def fits(self, batch: Batch) -> bool:
+        return all(group.fits(batch) for group in self._groups)
 
     def replay(self, batch: Batch) -> Tensor:
         """logits[size, vocab]; those of the padding mean nothing. The step before must be over: its numbers are overwritten."""
@@ -233,11 +242,18 @@ class GraphExecutable(Executable):
             except (RuntimeError, BackendError) as e:
                 message = f"batch size {size} could not be captured and runs eagerly: {e}"
                 warnings.warn(message, RuntimeWarning, stacklevel=4)
+                pool = torch.get_device_module("npu").graph_pool_handle()  # the one before is left in the middle of a capture
         return made[::-1]
 
     def run(self, batch: Batch) -> Step:
         graph = next((g for g in self.graphs if g.size >= batch.seqs), None)
-        if graph is None or batch.tokens != batch.seqs or len(batch.pool_rows) or (np.diff(batch.query_starts) != 1).any():
+        if (
+            graph is None
+            or not graph.fits(batch)
+            or batch.tokens != batch.seqs
+            or len(batch.pool_rows)
+            or (np.diff(batch.query_starts) != 1).any()
+        ):
             return self._eager.run(batch)
         with torch.inference_mode():
             self._session.begin_step()

@@ -103,10 +103,6 @@ SCHEMAS: Mapping[str, str] = {
         "Tensor? quant_offset=None, Tensor? bias=None, int antiquant_group_size=0, int inner_precise=0, "
         "int? weight_dtype=None) -> Tensor"
     ),
-    "npu_convert_weight_to_int4pack": (
-        "npu_convert_weight_to_int4pack"
-        "(Tensor weight, int inner_k_tiles=0) -> Tensor"
-    ),
     "npu_grouped_matmul": (
         "npu_grouped_matmul"
         "(Tensor[] x, Tensor[] weight, *, Tensor[]? bias=None, Tensor[]? scale=None, Tensor[]? offset=None, "
@@ -137,10 +133,6 @@ SCHEMAS: Mapping[str, str] = {
         "npu_moe_token_unpermute"
         "(Tensor permuted_tokens, Tensor sorted_indices, Tensor? probs=None, bool padded_mode=False, "
         "int[]? restore_shape=None) -> Tensor"
-    ),
-    "npu_top_k_top_p": (
-        "npu_top_k_top_p"
-        "(Tensor logits, Tensor? p=None, Tensor? k=None) -> Tensor"
     ),
     "npu_format_cast": (
         "npu_format_cast"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -55,6 +56,19 @@ class Blocks(Paged):
     blocks: tuple[Tensor, ...] = field(default=())
 
 
+class Cut(NamedTuple):
+    """Pieces of sequences, int64[P] each: of which sequence, the tokens of the step from `starts` to before `stops`, and how
+    many keys the last of them sees."""
+
+    seqs: npt.NDArray[np.int64]
+    starts: npt.NDArray[np.int64]
+    stops: npt.NDArray[np.int64]
+    contexts: npt.NDArray[np.int64]
+
+    def only(self, which: slice | npt.NDArray[np.bool_]) -> Cut:
+        return Cut(*(a[which] for a in self))
+
+
 @dataclass(frozen=True)
 class Reads:
     """What attention is told of S sequences that have queries.
@@ -72,9 +86,10 @@ class Reads:
     widest: int
 
 
-def whole(step: GroupStep, window: int | None) -> Reads:
-    """All sequences of a step, without pages before the window; worked out once for all layers alike."""
-    return step.once(("whole", window), lambda: _reads(step, _present(step), window))  # type: ignore[no-any-return]
+def whole(step: GroupStep, window: int | None) -> list[Reads]:
+    """All sequences of a step, without pages before the window; worked out once for all layers alike. One call's worth, but where
+    sequences share so many pages that all their tables together are longer than the pool."""
+    return step.once(("whole", window), lambda: list(_reads(step, _present(step), window)))  # type: ignore[no-any-return]
 
 
 def by_length(step: GroupStep, window: int | None) -> list[Reads]:
@@ -82,50 +97,63 @@ def by_length(step: GroupStep, window: int | None) -> list[Reads]:
     return step.once(("by length", window), lambda: list(_by_length(step, window)))  # type: ignore[no-any-return]
 
 
-def pieces(step: GroupStep, queries: int) -> Reads:
+def pieces(step: GroupStep, queries: int) -> list[Reads]:
     """All sequences, each cut into pieces of so many queries; a piece sees the keys up to its own last query."""
-    return step.once(("pieces", queries), lambda: _pieces(step, queries))  # type: ignore[no-any-return]
+    return step.once(("pieces", queries), lambda: list(_reads(step, _pieces(step, queries), None)))  # type: ignore[no-any-return]
 
 
-def _pieces(step: GroupStep, queries: int) -> Reads:
-    seqs, ends, lengths = [], [], []
-    for s in _present(step).tolist():
-        start, stop, context = int(step.starts[s]), int(step.starts[s + 1]), int(step.contexts[s])
-        for end in [*range(start + queries, stop, queries), stop]:
-            seqs.append(s)
-            ends.append(end)
-            lengths.append(context - (stop - end))
-    keys = np.array(lengths)
-    table = step.upload(host_table(step, np.array(seqs), np.zeros_like(keys), keys))
-    return Reads(None, ends, lengths, table, None, int(np.diff(ends, prepend=0).max()))
-
-
-def _present(step: GroupStep) -> npt.NDArray[np.intp]:
-    return np.flatnonzero(np.diff(step.starts))
+def _present(step: GroupStep) -> Cut:
+    """Every sequence that has queries."""
+    seqs = np.flatnonzero(np.diff(step.starts))
+    return Cut(
+        seqs, step.starts[seqs].astype(np.int64), step.starts[seqs + 1].astype(np.int64), step.contexts[seqs].astype(np.int64)
+    )
 
 
 def _by_length(step: GroupStep, window: int | None) -> Iterator[Reads]:
-    seqs = _present(step)
-    counts = np.diff(step.starts)[seqs]
+    found = _present(step)
+    counts = found.stops - found.starts
     for count in np.unique(counts):
-        yield _reads(step, seqs[counts == count], window)
+        yield from _reads(step, found.only(counts == count), window)
 
 
-def _reads(step: GroupStep, seqs: npt.NDArray[np.intp], window: int | None) -> Reads:
-    queries, contexts = np.diff(step.starts)[seqs].astype(np.int64), step.contexts[seqs].astype(np.int64)
-    first = np.zeros_like(contexts) if window is None else np.maximum(0, contexts - queries - window + 1)
-    lengths, hidden = contexts - first // step.page_size * step.page_size, first % step.page_size
+def _pieces(step: GroupStep, queries: int) -> Cut:
+    rows: list[tuple[int, int, int, int]] = []
+    for seq, start, stop, context in zip(*(a.tolist() for a in _present(step)), strict=True):
+        for end in [*range(start + queries, stop, queries), stop]:
+            rows.append((seq, rows[-1][2] if rows and rows[-1][0] == seq else start, end, context - (stop - end)))
+    return Cut(*np.array(rows, np.int64).reshape(-1, 4).T)
+
+
+def _reads(step: GroupStep, cut: Cut, window: int | None) -> Iterator[Reads]:
+    """One call's worth after the other: the operator wants no more pages in all tables together than there are in the pool."""
+    first = np.zeros_like(cut.contexts)
+    if window is not None:
+        first = np.maximum(0, cut.contexts - (cut.stops - cut.starts) - window + 1)
+    pages = -(-cut.contexts // step.page_size) - first // step.page_size
+    limit, begin = step.zero // step.page_size + 1, 0
+    everything = int(step.starts[-1])
+    while begin < len(pages):
+        fits = int(np.searchsorted(np.cumsum(pages[begin:]), limit, side="right"))
+        some = slice(begin, begin + max(fits, 1))
+        yield _call(step, cut.only(some), first[some], everything)
+        begin = some.stop
+
+
+def _call(step: GroupStep, cut: Cut, first: npt.NDArray[np.int64], everything: int) -> Reads:
+    queries, hidden = cut.stops - cut.starts, first % step.page_size
     rows = None
-    if len(seqs) < len(_present(step)):
-        rows = step.upload(np.concatenate([np.arange(step.starts[s], step.starts[s + 1], dtype=np.int64) for s in seqs]))
+    if int(queries.sum()) < everything:
+        rows = step.upload(np.concatenate([np.arange(a, b) for a, b in zip(cut.starts, cut.stops, strict=True)]))
     return Reads(
-        rows, np.cumsum(queries).tolist(), lengths.tolist(), step.upload(host_table(step, seqs, first, contexts)),
+        rows, np.cumsum(queries).tolist(), (cut.contexts - first // step.page_size * step.page_size).tolist(),
+        step.upload(host_table(step, cut.seqs, first, cut.contexts)),
         step.upload(hidden.astype(np.int32)) if hidden.any() else None, int(queries.max()),
     )  # fmt: skip
 
 
 def host_table(
-    step: GroupStep, seqs: npt.NDArray[np.intp], first: npt.NDArray[np.int64], contexts: npt.NDArray[np.int64]
+    step: GroupStep, seqs: npt.NDArray[np.int64], first: npt.NDArray[np.int64], contexts: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.int32]:
     """int32[S, pages]: each sequence's pages from that of position `first` to its last; beyond, the page of zeros: the operator
     doesn't look, but a number that is no page must not stand there. ProgramError if a page is missing."""

@@ -17,7 +17,7 @@ from trivium_ascend.kernels.table import NpuKernel
 from trivium_ascend.operators import npu
 from trivium_ascend.pages import Blocks, TokenMajor
 from trivium_ascend.weights import make_quantised
-from trivium_torch.kernels.dense import linear
+from trivium_torch.kernels.dense import linear as plain_linear
 from trivium_torch.pages import Carried, GroupStep, Layer, Paged
 from trivium_torch.session import TorchSession
 from trivium_torch.weights import Resident
@@ -39,13 +39,14 @@ class AscendSession(TorchSession):
         module.set_device(self.device)
         self.chip = chip_of(str(module.get_device_name(self.device)))
         self.max_len = int(options.get("max_model_len") or 0)
-        self.graph_sizes = tuple(options.get("graph_sizes", ())) if self.max_len else ()
+        self.graph_sizes = tuple(options.get("graph_sizes", ())) if self.max_len and options.get("graphs", True) else ()
         self.nz = bool(options.get("nz", self.chip.tiles)) and self.chip.lacks("npu_format_cast") is None
         if self.nz:
             module.config.allow_internal_format = True  # of the process: without it a cast to tiles gives rows
         self._kept: dict[Any, tuple[Any, Any]] = {}
         self._all_kernels = kernels
         self.recorder: Recorder | None = None
+        self.graphs: list[Any] = []
         self._joined: dict[tuple[int, int], Any] = {}
 
     def kept(self, owner: Any, key: Any, make: Callable[[], Any]) -> Any:
@@ -62,13 +63,13 @@ class AscendSession(TorchSession):
     def linear(self, x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
         """The operator `linear`."""
         if isinstance(weight, Tensor):
-            return linear(self, (x, weight, bias), {})
+            return plain_linear(self, (x, weight, bias), {})
         rows = x.reshape(-1, x.shape[-1])
         y = weight.product(rows) if x.dtype in HALVES and len(rows) else None
         if y is None:
-            return linear(self, (x, weight.to(x.dtype), bias), {})
-        y = y if bias is None else (y + bias).to(x.dtype)
-        return y.view(*x.shape[:-1], -1)
+            return plain_linear(self, (x, weight.to(x.dtype), bias), {})
+        biased: Tensor = y if bias is None else (y + bias).to(x.dtype)
+        return biased.view(*x.shape[:-1], -1)
 
     def make_weight(self, weight: Weight, format: str) -> Resident:
         if format not in QUANTISED:
@@ -81,11 +82,11 @@ class AscendSession(TorchSession):
             if resident is old:
                 self._loaded[key] = new, weight
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    def attention(self, *qkv: Tensor, **options: Any) -> Tensor:
         """npu_fused_infer_attention_score_v2's first result; a task group of its own while a step is captured."""
         if self.recorder is not None:
-            return self.recorder.attention(q, k, v, **options)
-        return npu.npu_fused_infer_attention_score_v2(q, k, v, **options)[0]  # type: ignore[no-any-return]
+            return self.recorder.attention(*qkv, **options)
+        return npu.npu_fused_infer_attention_score_v2(*qkv, **options)[0]  # type: ignore[no-any-return]
 
     def causal_mask(self) -> Tensor:
         """int8[2048, 2048], 1 above the diagonal: the form in which the attention operator takes every causal or banded mask."""
@@ -106,7 +107,7 @@ class AscendSession(TorchSession):
 
     def upload(self, array: npt.NDArray[Any]) -> Tensor:
         """Through pinned memory, behind what the device was given before; nobody waits."""
-        return torch.tensor(array).pin_memory(self.device).to(self.device, non_blocking=True)
+        return torch.tensor(array).pin_memory().to(self.device, non_blocking=True)
 
     def step_state(self, state: int, batch: Batch) -> Paged | Carried:
         made = super().step_state(state, batch)
@@ -134,9 +135,14 @@ class AscendSession(TorchSession):
         from trivium_ascend.graphs import GraphExecutable
 
         if self.graph_sizes:
-            return GraphExecutable(self, program, arranged, self.graph_sizes)
+            sizes = sorted({min(size, self._pages) for size in self.graph_sizes})  # each sequence writes to a page of its own
+            return GraphExecutable(self, program, arranged, tuple(sizes))
         return AscendExecutable(self, program, arranged)
 
     def close(self) -> None:
+        self.synchronize()
+        for graph in self.graphs:
+            graph.reset()  # gives its streams back, whoever still holds the executable
+        self.graphs.clear()
         self._kept.clear()
         super().close()

@@ -136,11 +136,12 @@ class Groups4:
         places = torch.arange(0, 32, 4, dtype=torch.int32, device=self.numbers.device)
         codes = (self.numbers[..., None] >> places & 15).flatten(1)
         whole = codes - ((codes >> 3) << 4)  # the fourth bit is a sign
-        grouped = whole.to(torch.float32).unflatten(0, (-1, self.group)) + self.offsets.to(torch.float32)[:, None]
-        return (grouped * self.scales.to(torch.float32)[:, None]).flatten(0, 1).t()[: self.out].to(dtype)
+        grouped = whole.to(torch.float32).view(-1, self.group, whole.shape[1]) + self.offsets.to(torch.float32)[:, None]
+        numbers: Tensor = (grouped * self.scales.to(torch.float32)[:, None]).flatten(0, 1)
+        return numbers.t()[: self.out].to(dtype)
 
     def product(self, x: Tensor) -> Tensor | None:
-        if max(self.shape) > WIDEST or self.group >= self.shape[1] or x.dtype != self.scales.dtype:
+        if max(self.shape) > WIDEST or x.dtype != self.scales.dtype:
             return None
         group = self.group
         y = npu.npu_weight_quant_batchmatmul(x, self.numbers, self.scales, self.offsets, antiquant_group_size=group)
@@ -179,7 +180,7 @@ def rows8(x: Tensor, stored: bool) -> tuple[Tensor, Tensor]:
 
 def groups4(x: Tensor, group: int, dtype: torch.dtype, stored: bool) -> tuple[Tensor, Tensor, Tensor, bool]:
     """(numbers, scales, offsets, whether all are exact) of float32 x[out, in]: int32[in, out], and [in / group, out] in a dtype."""
-    parts = x.unflatten(1, (-1, group))
+    parts = x.view(len(x), -1, group)
     low, high = parts.amin(dim=-1, keepdim=True).clamp(max=0), parts.amax(dim=-1, keepdim=True).clamp(min=0)
     scales, exact = ((high - low) / 15).to(dtype).to(torch.float32), torch.zeros((), dtype=torch.bool)
     if stored:
@@ -197,8 +198,8 @@ def groups4(x: Tensor, group: int, dtype: torch.dtype, stored: bool) -> tuple[Te
 
 
 def pack4(whole: Tensor) -> Tensor:
-    """int32[in, out] within -8..7 as int32[in, out / 8], in the order that npu_convert_weight_to_int4pack gives."""
-    codes = (whole & 15).unflatten(1, (-1, 8)).to(torch.int64)
+    """int32[in, out] within -8..7 as int32[in, out / 8], the first in the lowest bits, as the product takes them."""
+    codes = (whole & 15).view(len(whole), -1, 8).to(torch.int64)
     packed = (codes << torch.arange(0, 32, 4)).sum(dim=-1)
     return torch.where(packed >= 1 << 31, packed - (1 << 32), packed).to(torch.int32)
 
@@ -207,7 +208,7 @@ def make_quantised(weight: Weight, format: str, device: torch.device, dtype: tor
     """A weight in one of the quantised formats, in rows. What 4 bits can't hold (experts, inputs that are not whole groups) has
     8."""
     x, stored = floats_of(weight, torch.float32), weight.format not in PLAIN
-    if format == "int4" and x.dim() == 2 and x.shape[1] % GROUPS[-1] == 0:
+    if format == "int4" and x.dim() == 2 and x.shape[1] % GROUPS[-1] == 0 and x.shape[1] > GROUPS[-1]:
         return _make4(x, stored, device, dtype)
     numbers, scales = rows8(x, stored)
     return Rows8(numbers.to(device), scales.to(device), format == "w8a8")
@@ -216,7 +217,7 @@ def make_quantised(weight: Weight, format: str, device: torch.device, dtype: tor
 def _make4(x: Tensor, stored: bool, device: torch.device, dtype: torch.dtype) -> Groups4:
     out = x.shape[0]
     x = torch.nn.functional.pad(x, (0, 0, 0, -out % 8))
-    sizes = [g for g in GROUPS if x.shape[1] % g == 0]
+    sizes = [g for g in GROUPS if x.shape[1] % g == 0 and g < x.shape[1]]
     tried = ((group, groups4(x, group, dtype, True)) for group in sizes if stored)
     exact = next((found[:3] for _, found in tried if found[3]), None)
     whole, scales, offsets = exact or groups4(x, GROUP if GROUP in sizes else GROUPS[-1], dtype, stored)[:3]
@@ -231,20 +232,20 @@ def tiled(made: Any) -> Any:
 
 
 def joined(a: Any, b: Any) -> Any:
-    """One weight whose rows are a's and then b's; None where they are of different kinds."""
+    """One weight whose outputs are a's and then b's; None where they are of different kinds."""
     if isinstance(a, Tensor) and isinstance(b, Tensor) and a.dtype == b.dtype:
-        return torch.cat([a, b])
+        return torch.cat([a, b], dim=-2)
     if isinstance(a, Rows8) and isinstance(b, Rows8) and a.rounds == b.rounds:
-        return Rows8(torch.cat([a.numbers, b.numbers]), torch.cat([a.scales, b.scales]), a.rounds)
+        return Rows8(torch.cat([a.numbers, b.numbers], dim=-2), torch.cat([a.scales, b.scales], dim=-2), a.rounds)
     if isinstance(a, Groups4) and isinstance(b, Groups4) and a.group == b.group and a.out % 8 == 0:
-        pairs = zip((a.numbers, a.scales, a.offsets), (b.numbers, b.scales, b.offsets), strict=True)
-        return Groups4(*(torch.cat(pair, dim=1) for pair in pairs), a.out + b.out)
+        numbers, scales = torch.cat([a.numbers, b.numbers], dim=1), torch.cat([a.scales, b.scales], dim=1)
+        return Groups4(numbers, scales, torch.cat([a.offsets, b.offsets], dim=1), a.out + b.out)
     return None
 
 
 @dataclass(frozen=True)
 class Part:
-    """Rows start..stop of a weight that was joined with another: what is left of either."""
+    """Outputs start..stop of a weight [..., out, in] that was joined with another: what is left of either."""
 
     whole: Any
     start: int
@@ -252,17 +253,17 @@ class Part:
 
     @property
     def shape(self) -> torch.Size:
-        return torch.Size((self.stop - self.start, *self.whole.shape[1:]))
+        return torch.Size((*self.whole.shape[:-2], self.stop - self.start, self.whole.shape[-1]))
 
     @property
     def nbytes(self) -> int:
-        return int(self.whole.nbytes * (self.stop - self.start) // self.whole.shape[0])
+        return int(self.whole.nbytes * (self.stop - self.start) // self.whole.shape[-2])
 
     def __getitem__(self, index: int | slice | Tensor) -> Tensor:
         return self.to(torch.float32)[index]
 
     def to(self, dtype: torch.dtype) -> Tensor:
-        return self.whole.to(dtype)[self.start : self.stop]  # type: ignore[no-any-return]
+        return self.whole.to(dtype)[..., self.start : self.stop, :]  # type: ignore[no-any-return]
 
     def product(self, x: Tensor) -> Tensor | None:
         return None

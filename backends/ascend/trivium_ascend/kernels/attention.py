@@ -59,16 +59,31 @@ def packed(session: AscendSession, args: Args, attrs: Attrs) -> Tensor:
     """TND: all sequences of the step, whatever their numbers of queries. Single queries have no mask, so none with a window
     either."""
     q, kv, _, _, sinks = args
-    seen = whole(kv.step, attrs["window"])
-    if seen.widest == 1 and seen.hidden is not None:
+    parts = whole(kv.step, attrs["window"])
+    if any(seen.widest == 1 and seen.hidden is not None for seen in parts):
         return (apart if sinks is None else plain)(session, args, attrs)
     sink = None if sinks is None else session.kept(sinks, "sinks", lambda: as_sinks(sinks))
     if sinks is not None and sink is None:
         return plain(session, args, attrs)
-    return session.attention(
-        q.contiguous(), *map(flat, kv.blocks), actual_seq_qlen=seen.ends, actual_seq_kvlen=seen.lengths, block_table=seen.table,
-        input_layout="TND", learnable_sink=sink, **options(kv, q, attrs), **masked(session, attrs),
-    )  # fmt: skip
+
+    def one(q: Tensor, seen: Reads) -> Tensor:
+        return session.attention(
+            q.contiguous(), *map(flat, kv.blocks), actual_seq_qlen=seen.ends, actual_seq_kvlen=seen.lengths, block_table=seen.table,
+            input_layout="TND", learnable_sink=sink, **options(kv, q, attrs), **masked(session, attrs),
+        )  # fmt: skip
+
+    return over(parts, (q,), one)
+
+
+def over(parts: list[Reads], queries: tuple[Tensor, ...], one: Callable[..., Tensor]) -> Tensor:
+    """What `one` answers to each part of a step, in the rows of its tokens, shaped as the first of `queries`."""
+    if len(parts) == 1 and parts[0].rows is None:
+        return one(*queries, parts[0])
+    y = torch.empty_like(queries[0])
+    for seen in parts:
+        assert seen.rows is not None
+        y.index_copy_(0, seen.rows, one(*(q[seen.rows] for q in queries), seen))
+    return y
 
 
 def as_sinks(sinks: Tensor) -> Tensor | None:
@@ -80,20 +95,13 @@ def as_sinks(sinks: Tensor) -> Tensor | None:
 def apart(session: AscendSession, args: Args, attrs: Attrs) -> Tensor:
     """BSH: a call for each number of queries."""
     q, kv, *_ = args
-    parts = by_length(kv.step, attrs["window"])
-    if len(parts) == 1:
-        return alike(session, q, kv, parts[0], attrs)
-    y = torch.empty((*q.shape[:2], kv.blocks[1].shape[-1]), dtype=q.dtype, device=q.device)
-    for seen in parts:
-        assert seen.rows is not None
-        y.index_copy_(0, seen.rows, alike(session, q[seen.rows], kv, seen, attrs))
-    return y
+    return over(by_length(kv.step, attrs["window"]), (q,), lambda some, seen: alike(session, some, kv, seen, attrs))
 
 
 def alike(session: AscendSession, q: Tensor, kv: Blocks, seen: Reads, attrs: Attrs) -> Tensor:
     """Sequences with equally many queries: q[S * queries, heads, n] in the layout [S, queries, heads * n]."""
     count = len(seen.lengths)
-    mask = single_mask(session, kv, seen, attrs) if seen.widest == 1 else masked(session, attrs)
+    mask = single_mask(kv, seen) if seen.widest == 1 else masked(session, attrs)
     y = session.attention(
         q.reshape(count, seen.widest, -1), *map(flat, kv.blocks), actual_seq_qlen=[seen.widest] * count,
         actual_seq_kvlen=seen.lengths, block_table=seen.table, input_layout="BSH", **options(kv, q, attrs), **mask,
@@ -101,7 +109,7 @@ def alike(session: AscendSession, q: Tensor, kv: Blocks, seen: Reads, attrs: Att
     return y.view(*q.shape[:2], -1)
 
 
-def single_mask(session: AscendSession, kv: Blocks, seen: Reads, attrs: Attrs) -> dict[str, Any]:
+def single_mask(kv: Blocks, seen: Reads) -> dict[str, Any]:
     """bool[S, keys], true for the keys before the window: such queries see all others, so without a window there is no mask."""
     hidden = seen.hidden
     if hidden is None:
@@ -111,7 +119,7 @@ def single_mask(session: AscendSession, kv: Blocks, seen: Reads, attrs: Attrs) -
         keys = seen.table.shape[1] * kv.step.page_size
         return torch.arange(keys, device=hidden.device) < hidden[:, None]
 
-    return {"sparse_mode": 0, "atten_mask": kv.step.once(("single", attrs["window"]), make)}
+    return {"sparse_mode": 0, "atten_mask": kv.step.once(("single", id(seen)), make)}
 
 
 def plain_scores(call: Call) -> str | None:
@@ -163,16 +171,19 @@ def latent(session: AscendSession, args: Args, attrs: Attrs) -> Tensor:
     q_latent, q_rope, kv, *_ = args
     if not q_latent.shape[0]:
         return q_latent  # type: ignore[no-any-return]
-    dtype, (q_latent, q_rope) = q_latent.dtype, (q.to(kv.blocks[0].dtype).contiguous() for q in (q_latent, q_rope))
-    seen = pieces(kv.step, PIECE)
-    mask = {"sparse_mode": 0} if seen.widest == 1 else {"sparse_mode": RIGHT_DOWN, "atten_mask": session.causal_mask()}
+    dtype = q_latent.dtype
+    halves = tuple(q.to(kv.blocks[0].dtype) for q in (q_latent, q_rope))
     k, turned = map(flat, kv.blocks)
-    y = session.attention(
-        q_latent, k, k, query_rope=q_rope, key_rope=turned, actual_seq_qlen=seen.ends,
-        actual_seq_kvlen=seen.lengths, block_table=seen.table, block_size=kv.step.page_size, input_layout="TND",
-        num_query_heads=q_latent.shape[1], num_key_value_heads=1, softmax_scale=attrs["scale"], **mask,
-    )  # fmt: skip
-    return y.to(dtype)
+
+    def one(q: Tensor, rope: Tensor, seen: Reads) -> Tensor:
+        mask = {"sparse_mode": 0} if seen.widest == 1 else {"sparse_mode": RIGHT_DOWN, "atten_mask": session.causal_mask()}
+        return session.attention(
+            q.contiguous(), k, k, query_rope=rope.contiguous(), key_rope=turned, actual_seq_qlen=seen.ends,
+            actual_seq_kvlen=seen.lengths, block_table=seen.table, block_size=kv.step.page_size, input_layout="TND",
+            num_query_heads=q.shape[1], num_key_value_heads=1, softmax_scale=attrs["scale"], **mask,
+        )  # fmt: skip
+
+    return over(pieces(kv.step, PIECE), halves, one).to(dtype)
 
 
 def latent_fits(call: Call) -> str | None:

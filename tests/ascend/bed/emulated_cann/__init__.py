@@ -1,8 +1,8 @@
 """An emulated CANN under the unchanged torch-npu wheel: npu tensors, fused operators and graphs on a machine without an NPU.
 
-What is real: the wheel, its schemas, its dispatcher and the host code of its operators. What is ours: the C libraries below them, which
-are built with gcc when a process first asks for them, and on which each device call lands in a reference that checks the operator's
-documented limits. A device call that is not emulated fails with its name. Nothing is proven here about device kernels, memory or time.
+What is real: the wheel, its schemas, its dispatcher and the host code of its operators. What is ours: the C libraries below them.
+They are built with gcc when a process first asks for them; each device call lands in a reference that checks the operator's
+documented limits, and one that is not emulated fails with its name. Nothing is proven here about device kernels, memory or time.
 
 In a test below tests/ascend (fixtures of tests/ascend/conftest.py):
 
@@ -21,9 +21,9 @@ In a test below tests/ascend (fixtures of tests/ascend/conftest.py):
 - a violated limit is a RuntimeError with "LimitError: <the limit>" in its text
 - `host(tensor)`: a CPU view of an npu tensor's memory
 
-The chip is chosen once per process, by EMULATED_SOC (Ascend310P3, Ascend910B1, Ascend910_9391, Ascend950PR_9589; default 910B1), and so
-are EMULATED_CANN (9.1.0), EMULATED_DEVICES (2) and EMULATED_MEMORY (bytes a process may take). `on_chip("310P", code)` runs Python
-source in a process of that chip, in which `npu` and `torch_npu` are there, and returns what it prints.
+The chip is chosen once per process, by EMULATED_SOC (Ascend310P3, Ascend910B1, Ascend910_9391, Ascend950PR_9589; default 910B1),
+and so are EMULATED_CANN (9.1.0), EMULATED_DEVICES (2) and EMULATED_MEMORY (bytes a process may take). `on_chip("310P", code)` runs
+Python source in a process of that chip, in which `npu` and `torch_npu` are there, and returns what it prints.
 """
 
 from __future__ import annotations

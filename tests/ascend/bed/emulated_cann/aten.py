@@ -1,6 +1,6 @@
 """Plain torch operations on npu tensors, computed by torch's CPU kernels on the device's memory.
 
-Views, copies and allocation stay torch-npu's own: what is under test is how the fused operators are called, not torch's arithmetic."""
+Views, copies and allocation stay torch-npu's own: under test is how the fused operators are called, not torch's arithmetic."""
 
 from __future__ import annotations
 
@@ -8,19 +8,26 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from emulated_cann.device import DEVICE
-from emulated_cann.objects import host
+from emulated_cann.device import DEVICE, INTERNAL_FORMATS
+from emulated_cann.formats import NZ, c0_of, nz_shape, plain
+from emulated_cann.objects import host, raw_memory
+from emulated_cann.registry import need
 from torch.utils._pytree import tree_map_only
 
 # Torch-npu's own: memory, layout, copies, and what reads a number back.
-OWN = frozenset(
-    "empty empty_like empty_strided new_empty_strided resize_ resize_as_ set_ copy_ _copy_from _copy_from_and_resize _to_copy clone"
-    " contiguous _lazy_clone record_stream is_pinned _pin_memory pin_memory _local_scalar_dense is_set_to"
-    " _has_compatible_shallow_copy_type as_strided as_strided_ view _reshape_alias unfold squeeze unsqueeze expand select slice"
-    " transpose permute t split unbind view_as_real view_as_complex detach alias diagonal real imag".split()
-)
+OWN = frozenset((
+    "empty", "empty_like", "empty_strided", "new_empty_strided", "resize_", "resize_as_", "set_", "copy_", "_copy_from",
+    "_copy_from_and_resize", "_to_copy", "clone", "contiguous", "_lazy_clone", "record_stream", "is_pinned", "_pin_memory",
+    "pin_memory", "_local_scalar_dense", "is_set_to", "_has_compatible_shallow_copy_type", "as_strided", "as_strided_", "view",
+    "_reshape_alias", "unfold", "squeeze", "unsqueeze", "expand", "select", "slice", "transpose", "permute", "t", "split",
+    "unbind", "view_as_real", "view_as_complex", "detach", "alias", "diagonal", "real", "imag",
+))  # fmt: skip
 # The shape of the result depends on the data: a real device has to wait for it.
-SHAPED_BY_DATA = frozenset("nonzero masked_select _unique _unique2 unique_dim unique_consecutive bincount equal is_nonzero".split())
+SHAPED_BY_DATA = frozenset((
+    "nonzero", "masked_select", "_unique", "_unique2", "unique_dim", "unique_consecutive", "bincount", "equal", "is_nonzero",
+))  # fmt: skip
+
+PRODUCTS = frozenset({"mm", "addmm", "bmm", "matmul", "linear"})
 
 _libraries: list[torch.library.Library] = []
 
@@ -63,7 +70,7 @@ def on_host(op: Any, schema: Any) -> Callable[..., Any]:
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         DEVICE.log.aten[title] += 1
-        views, view_kwargs = host_arguments(args), host_arguments(kwargs)
+        views, view_kwargs = host_arguments(title, args), host_arguments(title, kwargs)
         bound = dict(zip(names, args)) | kwargs
         if data_dependent(title, bound):
             wait(title)
@@ -78,10 +85,21 @@ def on_host(op: Any, schema: Any) -> Callable[..., Any]:
     return kernel
 
 
-def host_arguments(arguments: Any) -> Any:
+def host_arguments(title: str, arguments: Any) -> Any:
     if isinstance(arguments, dict):
-        return {k: torch.device("cpu") if k == "device" else host_arguments(v) for k, v in arguments.items()}
-    return tree_map_only(torch.Tensor, host, arguments)
+        return {k: torch.device("cpu") if k == "device" else host_arguments(title, v) for k, v in arguments.items()}
+    return tree_map_only(torch.Tensor, lambda t: readable(title, t), arguments)
+
+
+def readable(title: str, t: torch.Tensor) -> torch.Tensor:
+    """A CPU view of what an operation reads or writes. Products take weights in FRACTAL_NZ; others would see them out of order."""
+    if not DEVICE.fractals or t.device.type != "npu" or torch.ops.npu.get_npu_format(t) not in INTERNAL_FORMATS:
+        return host(t)
+    need(title in PRODUCTS, f"{title} takes no FRACTAL_NZ")
+    view = host(t)
+    stored = t if t.stride(-1) == 1 else t.transpose(-1, -2)
+    view.acl_format, view.raw_storage = NZ, raw_memory(t).view(nz_shape(tuple(stored.shape), c0_of(t.dtype)))  # type: ignore[attr-defined]
+    return plain(view)
 
 
 def data_dependent(title: str, bound: dict[str, Any]) -> bool:

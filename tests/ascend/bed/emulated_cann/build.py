@@ -1,5 +1,5 @@
-"""Builds the shared libraries that the torch-npu wheel expects of CANN: shim.c, jumps into Python for the emulated entry points, and
-for every other undefined symbol of the wheel a function that fails with its name."""
+"""Builds the shared libraries that the torch-npu wheel expects of CANN: shim.c, jumps into Python for the emulated entry points,
+and for every other undefined symbol of the wheel a function that fails with its name."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+
 from emulated_cann.chips import chip
 from emulated_cann.registry import INT, OPERATORS, POINTER, SIZE, Operator, function, need
 
@@ -46,8 +47,8 @@ class Event:
 
 @dataclass
 class Log:
-    """What the host called since the last clear(): `calls` fused operators in order, `aten` plain torch operations that were asked to
-    run on the device, `ran` the names of all tasks that the device executed (also by replay)."""
+    """What the host called since the last clear(): `calls` fused operators in order, `aten` plain torch operations on the device,
+    `ran` the names of all tasks that the device executed (also by replay)."""
 
     calls: list[Call] = field(default_factory=list)
     aten: Counter[str] = field(default_factory=Counter)
@@ -74,11 +75,13 @@ class Log:
 @dataclass
 class Device:
     """`lazy`: tasks wait until the host synchronises, as late as a real device may run them; else each runs at once.
-    `graph_limit`: captures that may be alive at a time (a real device runs out of streams)."""
+    `fractals`: a tensor was cast to FRACTAL_NZ. `graph_limit`: captures that may be alive at a time: a real device runs out of
+    streams."""
 
     log: Log = field(default_factory=Log)
     lazy: bool = False
     graph_limit: int = 1 << 30
+    fractals: bool = False
     fault: Any = None
     release: Any = None
     queue: deque[Task] = field(default_factory=deque)
@@ -126,7 +129,7 @@ class Device:
     def run(self, task: Task) -> None:
         self.log.ran.append(task.name)
         try:
-            with torch.no_grad():
+            with torch.inference_mode():  # in which tensors made inside and outside of it may be written
                 task.body()
         except Exception as e:
             raise RuntimeError(f"{task.name}: {type(e).__name__}: {e}") from e

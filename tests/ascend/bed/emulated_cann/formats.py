@@ -1,6 +1,7 @@
 """Weights in FRACTAL_NZ (format 29) and 4-bit numbers in int32.
 
-NZ of a matrix [R, C] is [ceil(C / C0), ceil(R / 16), 16, C0], padded with zeros; C0 is 32 bytes: 32 int8, 16 of 16 bits, 8 int32."""
+NZ of a matrix [R, C] is [ceil(C / C0), ceil(R / 16), 16, C0], padded with zeros; C0 is 32 bytes: 32 int8, 16 of 16 bits,
+8 int32."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ def from_nz(x: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
 
 
 def plain(t: torch.Tensor) -> torch.Tensor:
-    """The numbers of a tensor in any format as an ordinary tensor of its shape. A transposed view of an NZ matrix is read as such."""
+    """The numbers of a tensor in any format as an ordinary tensor of its shape, also of a transposed NZ matrix."""
     if getattr(t, "acl_format", ND) != NZ:
         return t
     raw = t.raw_storage

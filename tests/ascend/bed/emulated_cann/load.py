@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes as c
 import importlib.util
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -12,11 +14,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from emulated_cann.chips import VARIANTS
+from emulated_cann.chips import VARIANTS, chip
 
 # Torch must not open torch-npu by itself before its libraries are there, and torch-npu must not queue operators on a thread of its
 # own: views of device memory would race with it. Both are read at import.
 SETTINGS = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "TASK_QUEUE_ENABLE": "0"}
+BUILT = "EMULATED_CANN_LIBRARIES"  # where this process built them, for its children
 _kept: list[Any] = []
 
 
@@ -33,6 +36,7 @@ def available() -> str:
 def load() -> Any:
     """Builds and opens the libraries, imports torch_npu and hands plain torch operations to the CPU. Returns the Device."""
     os.environ.update(SETTINGS)
+    chip()
     import torch
     from emulated_cann import aten, device, graphs, operators  # noqa: F401
     from emulated_cann.build import build, open_all
@@ -43,8 +47,11 @@ def load() -> Any:
     operator_names, function_names = list(OPERATORS), list(FUNCTIONS)
     spec = importlib.util.find_spec("torch_npu")
     assert spec is not None and spec.origin is not None
-    folder = Path(tempfile.mkdtemp(prefix="emulated-cann-"))
-    build(folder, Path(torch.__file__).parent, Path(spec.origin).parent, operator_names, function_names)
+    folder = Path(os.environ.get(BUILT) or tempfile.mkdtemp(prefix="emulated-cann-"))
+    if BUILT not in os.environ:
+        build(folder, Path(torch.__file__).parent, Path(spec.origin).parent, operator_names, function_names)
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        os.environ[BUILT] = str(folder)
     library = open_all(folder)
     fill_table(library, operator_names, function_names)
     device.DEVICE.fault = c.addressof(c.c_char.in_dll(library, "emulated_fault"))
@@ -75,13 +82,14 @@ def fill_table(library: c.CDLL, operator_names: list[str], function_names: list[
 
 
 def on_chip(name: str, code: str, **settings: str) -> str:
-    """Runs Python source in a process with that chip ("310P", "910B", "910C" or "950"); what it prints. `npu`, `torch` and
-    `torch_npu` are defined in it; settings are further environment variables. A CalledProcessError carries its stderr."""
-    bed = Path(__file__).parents[1]
-    environment = {**os.environ, **SETTINGS, "EMULATED_SOC": VARIANTS[name], **settings}
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(bed), *sys.path)))
-    source = f"from emulated_cann import *\nnpu = load()\nimport torch, torch_npu\n{code}"
-    ran = subprocess.run([sys.executable, "-W", "ignore", "-c", source], capture_output=True, text=True, env=environment)
-    if ran.returncode:
-        raise RuntimeError(f"on {name}: exit status {ran.returncode}\n{ran.stdout}{ran.stderr}")
-    return ran.stdout
+    """Runs Python source in a process with that chip ("310P", "910B", "910C" or "950"); what it prints (and not what libraries
+    do). `npu`, `torch` and `torch_npu` are defined in it; settings are further environment variables. RuntimeError if it fails."""
+    with tempfile.NamedTemporaryFile("r", suffix=".txt") as printed:
+        environment = {**os.environ, **SETTINGS, "EMULATED_SOC": VARIANTS[name], **settings}
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(Path(__file__).parents[1]), *sys.path)))
+        opening = f"import sys; sys.stdout = open({printed.name!r}, 'w')"
+        source = f"from emulated_cann import *\nnpu = load()\nimport torch, torch_npu\n{opening}\n{code}"
+        ran = subprocess.run([sys.executable, "-W", "ignore", "-c", source], capture_output=True, text=True, env=environment)
+        if ran.returncode:
+            raise RuntimeError(f"on {name}: exit status {ran.returncode}\n{ran.stdout}{ran.stderr}")
+        return printed.read()

@@ -13,6 +13,7 @@ import torch
 DTYPES = {
     0: torch.float32, 1: torch.float16, 2: torch.int8, 3: torch.int32, 4: torch.uint8, 6: torch.int16, 9: torch.int64,
     10: torch.int64, 11: torch.float64, 12: torch.bool, 27: torch.bfloat16,
+    35: torch.float8_e5m2, 36: torch.float8_e4m3fn,
 }  # fmt: skip
 KINDS = {1: "tensor", 2: "scalar", 3: "ints", 4: "floats", 5: "bools", 6: "tensors", 7: "scalars"}
 MAX_RANK = 8
@@ -105,12 +106,16 @@ ARGUMENTS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
 }
 
 
+def raw_memory(t: torch.Tensor) -> torch.Tensor:
+    """The whole memory of an npu tensor's storage as numbers of its dtype, in whatever format they lie, without a copy."""
+    storage = t.untyped_storage()
+    return torch.frombuffer((c.c_char * storage.nbytes()).from_address(storage.data_ptr()), dtype=t.dtype)
+
+
 def host(t: torch.Tensor) -> torch.Tensor:
     """A CPU view of an npu tensor's memory (any shape, strides, dtype), without a copy; other tensors unchanged."""
     if t.device.type != "npu":
         return t
-    storage = t.untyped_storage()
-    if storage.nbytes() == 0 or t.numel() == 0:
+    if t.untyped_storage().nbytes() == 0 or t.numel() == 0:
         return torch.empty(t.shape, dtype=t.dtype)
-    memory = torch.frombuffer((c.c_char * storage.nbytes()).from_address(storage.data_ptr()), dtype=torch.uint8)
-    return torch.empty(0, dtype=t.dtype).set_(memory.untyped_storage(), t.storage_offset(), t.shape, t.stride())
+    return raw_memory(t).as_strided(t.shape, t.stride(), t.storage_offset())

@@ -54,7 +54,8 @@ def operator(
     """Declares the emulation of an aclnn operator; its body reads and writes the tensors of `a`.
 
     Both checks raise LimitError: check(a) when the host calls (shapes, dtypes, host numbers), inspect(a) when the device runs
-    (what only the data says: under capture, the data of the moment is nobody's). `any_format`: arguments that may be in FRACTAL_NZ."""
+    (what only the data says: under capture, the data of the moment is nobody's). `any_format`: arguments that may be in
+    FRACTAL_NZ."""
 
     def declare(compute: Body) -> Body:
         OPERATORS[name] = Operator(name, signature, compute, check, inspect, any_format)

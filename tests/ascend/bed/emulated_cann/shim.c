@@ -39,6 +39,8 @@ int aclrtDeviceCanAccessPeer(int32_t *out, int32_t device, int32_t peer) { *out 
 // ---- memory ----
 static size_t used;
 static size_t capacity(void) { return (size_t)strtoull(setting("EMULATED_MEMORY", "8589934592"), NULL, 10); }
+int aclrtDeviceEnablePeerAccess(int32_t peer, uint32_t flags) { return OK; }
+int aclrtDeviceDisablePeerAccess(int32_t peer) { return OK; }
 int aclrtGetMemInfo(int kind, size_t *free_bytes, size_t *total) {
   *total = capacity();
   *free_bytes = used < *total ? *total - used : 0;

@@ -142,7 +142,7 @@ def full_mask(a: Arguments, row: int, s: int, kv: int) -> torch.Tensor:
 
 
 def softmax(a: Arguments, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights [N, S, KV] and log of the sum of exponentials [N, S]; a learnable sink takes its share of the sum and gives nothing."""
+    """Weights [N, S, KV] and log of the sum of exponentials [N, S]; a learnable sink takes its share and gives nothing."""
     if scores.shape[-1] == 0:
         return scores, scores.new_full(scores.shape[:2], float("-inf"))
     sink = getattr(a, "sink", None)

@@ -58,7 +58,9 @@ def head_dim(cache: torch.Tensor, a: Arguments) -> int:
 
 def check_heads(a: Arguments) -> None:
     need(a.query.dtype in HALVES, f"query is float16 or bfloat16, not {a.query.dtype}")
-    need(a.key.dtype == a.value.dtype and a.key.dtype in (*HALVES, torch.int8), f"no key of {a.key.dtype}, value of {a.value.dtype}")
+    need(
+        a.key.dtype == a.value.dtype and a.key.dtype in (*HALVES, torch.int8), f"no key of {a.key.dtype}, value of {a.value.dtype}"
+    )
     need(a.key.dtype in (a.query.dtype, torch.int8), "key and value have the dtype of the query, or int8")
     need(all(t.is_contiguous() for t in (a.query, a.key, a.value)), "query, key and value are contiguous")
     need(a.heads % a.kv_heads == 0, f"num_heads {a.heads} is a multiple of num_key_value_heads {a.kv_heads}")
@@ -183,7 +185,8 @@ def check_rope(a: Arguments) -> None:
 
 
 def check_quantised(a: Arguments) -> None:
-    """int8 key and value: scales by mode, 0 per channel or tensor, 1 per token, 2 per head, 3 per token and head, 4 and 5 the same in pages."""
+    """int8 key and value: scales by mode, 0 per channel or tensor, 1 per token, 2 per head, 3 per token and head, 4 and 5 as 1 and
+    3 but in pages."""
     scales = (a.key_scale, a.value_scale)
     need((a.key_scale is None) == (a.value_scale is None), "dequant_scale_key and dequant_scale_value come together")
     need((a.key_offset is None) == (a.value_offset is None), "dequant_offset_key and dequant_offset_value come together")
@@ -200,7 +203,10 @@ def check_quantised(a: Arguments) -> None:
     for scale, mode in zip(scales, (a.key_mode, a.value_mode)):
         check_scale(a, scale, mode)
     for offset, scale in ((a.key_offset, a.key_scale), (a.value_offset, a.value_scale)):
-        need(offset is None or (offset.shape == scale.shape and offset.dtype == scale.dtype), "an offset has its scale's shape and dtype")
+        need(
+            offset is None or (offset.shape == scale.shape and offset.dtype == scale.dtype),
+            "an offset has its scale's shape and dtype",
+        )
 
 
 def check_scale(a: Arguments, scale: torch.Tensor, mode: int) -> None:
@@ -219,7 +225,9 @@ def check_scale(a: Arguments, scale: torch.Tensor, mode: int) -> None:
         need(shape in allowed[mode], f"quantisation mode {mode} takes scales of shape {allowed[mode]}, not {shape}")
     else:
         leading = {1: [(1, a.batch), (a.batch,)], 3: [(a.batch, heads)]}[mode]
-        need(shape[:-1] in leading, f"quantisation mode {mode} takes scales of shape {leading[0]} and the keys' length, not {shape}")
+        need(
+            shape[:-1] in leading, f"quantisation mode {mode} takes scales of shape {leading[0]} and the keys' length, not {shape}"
+        )
         need(shape[-1] >= max(kv_lengths(a)), "scales per token reach to the longest sequence")
 
 
@@ -236,7 +244,10 @@ def check_mask(a: Arguments) -> None:
     shape = tuple(a.mask.shape)
     if a.sparse_mode in (2, 3, 4):
         square = (COMPRESSED, COMPRESSED)
-        need(shape in (square, (1, *square), (1, 1, *square)), f"sparse_mode {a.sparse_mode} takes the mask of 2048 x 2048, not {shape}")
+        need(
+            shape in (square, (1, *square), (1, 1, *square)),
+            f"sparse_mode {a.sparse_mode} takes the mask of 2048 x 2048, not {shape}",
+        )
     else:
         need(not a.packed, f"{a.layout} takes no full mask in the emulation")
         check_full_mask(a, shape)

@@ -48,7 +48,10 @@ def check_gather(a: Arguments) -> None:
         raise UnemulatedError("npu_gather_pa_kv_cache from FRACTAL_NZ pages")
     need(a.tables.dtype == torch.int32 and a.tables.dim() == 2, "block_tables are int32 [batch, blocks]")
     need(a.lengths.dtype == torch.int32 and a.lengths.dim() == 1, "seq_lens are int32 [batch]")
-    need(a.lengths.numel() == a.tables.shape[0] + a.cumulative, "seq_lens have a number for each sequence, and a leading 0 if cumulative")
+    need(
+        a.lengths.numel() == a.tables.shape[0] + a.cumulative,
+        "seq_lens have a number for each sequence, and a leading 0 if cumulative",
+    )
     need(a.offsets is None or a.offsets.dtype == torch.int32, "seq_offset is int32")
     need(a.key.shape[1:] == a.key_cache.shape[2:] and a.value.shape[1:] == a.value_cache.shape[2:], "heads and dim are the cache's")
 
@@ -66,10 +69,15 @@ def gather(a: Arguments) -> None:
 
 
 def check_scatter_nd(a: Arguments) -> None:
-    need(a.indices.dtype in (torch.int32, torch.int64) and a.indices.dim() >= 2, "indices are int32 or int64 of 2 dimensions or more")
+    need(
+        a.indices.dtype in (torch.int32, torch.int64) and a.indices.dim() >= 2, "indices are int32 or int64 of 2 dimensions or more"
+    )
     depth = a.indices.shape[-1]
     need(depth <= a.x.dim(), "the last dimension of indices is at most the rank of input")
-    need(a.updates.shape == (*a.indices.shape[:-1], *a.x.shape[depth:]), "updates have indices' shape but the last, and the rest of input's")
+    need(
+        a.updates.shape == (*a.indices.shape[:-1], *a.x.shape[depth:]),
+        "updates have indices' shape but the last, and the rest of input's",
+    )
     need(a.updates.dtype == a.x.dtype, "updates have the dtype of input")
 
 

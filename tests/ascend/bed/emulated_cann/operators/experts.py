@@ -37,7 +37,7 @@ def top_k(a: Arguments) -> None:
     """Scores choose with the bias, weigh without it; sigmoid scores are normalised over the chosen. Ties: the lower index."""
     scores = a.x.float().softmax(-1) if a.norm_type == 0 else a.x.float().sigmoid()
     choice = within_groups(a, scores if a.bias is None else scores + a.bias.float())
-    chosen = choice.sort(-1, descending=True, stable=True).indices[:, : a.k]
+    chosen = choice.sort(dim=-1, descending=True, stable=True).indices[:, : a.k]
     weights = scores.gather(1, chosen)
     if a.norm_type == 1:
         weights = weights / (weights.sum(-1, keepdim=True) + a.epsilon)
@@ -53,7 +53,7 @@ def within_groups(a: Arguments, choice: torch.Tensor) -> torch.Tensor:
         return choice
     grouped = choice.unflatten(-1, (a.groups, -1))
     worth = grouped.amax(-1) if a.select_mode == 0 else grouped.topk(2, -1).values.sum(-1)
-    best = worth.sort(-1, descending=True, stable=True).indices[:, : a.k_groups]
+    best = worth.sort(dim=-1, descending=True, stable=True).indices[:, : a.k_groups]
     outside = torch.ones_like(worth, dtype=torch.bool).scatter_(1, best, False)
     return grouped.masked_fill(outside[..., None], float("-inf")).flatten(-2)
 
@@ -66,7 +66,7 @@ def check_softmax_top_k(a: Arguments) -> None:
 
 @operator("aclnnMoeGatingTopKSoftmax", "x finished k:i y experts rows", check_softmax_top_k)
 def softmax_top_k(a: Arguments) -> None:
-    values, experts = a.x.float().softmax(-1).sort(-1, descending=True, stable=True)
+    values, experts = a.x.float().softmax(-1).sort(dim=-1, descending=True, stable=True)
     tokens = a.x.shape[0]
     a.y.copy_(values[..., : a.k])
     a.experts.copy_(experts[..., : a.k])
@@ -205,7 +205,9 @@ def check_grouped_dtypes(a: Arguments, experts: int) -> None:
                                                 (BF16, None, F32, BF16), (F32, None, F32, F16))]  # fmt: skip
     weights = [(t, w, b, None, t, None, t) for t, b in ((F16, F16), (BF16, F32)) for w in (I8, I32)]
     given = tuple(first_dtype(x) for x in (a.x, a.weight, a.bias, a.scale, a.antiquant_scale, a.per_token, a.y))
-    known = any(all(g == r or (g is None and i == 2) for i, (g, r) in enumerate(zip(given, row))) for row in floats + whole + weights)
+    known = any(
+        all(g == r or (g is None and i == 2) for i, (g, r) in enumerate(zip(given, row))) for row in floats + whole + weights
+    )
     names = ("x", "weight", "bias", "scale", "antiquant_scale", "per_token_scale", "y")
     need(known, "no documented row has " + ", ".join(f"{n} {g}" for n, g in zip(names, given)))
     n, rows = a.y[0].shape[-1], a.x[0].shape[0]
@@ -221,7 +223,10 @@ def check_grouped_groups(a: Arguments, experts: int, n: int) -> None:
     shape, k = tuple(a.antiquant_scale[0].shape), a.x[0].shape[1]
     per_group = a.weight[0].dtype == I32 and len(shape) == 3 and shape[::2] == (experts, n) and k % shape[1] == 0
     need(shape == (experts, n) or per_group, f"antiquant_scale is [{experts}, {n}], or for int4 [{experts}, groups, {n}]: {shape}")
-    need(not a.antiquant_offset or a.antiquant_offset[0].shape == a.antiquant_scale[0].shape, "antiquant_offset has the scale's shape")
+    need(
+        not a.antiquant_offset or a.antiquant_offset[0].shape == a.antiquant_scale[0].shape,
+        "antiquant_offset has the scale's shape",
+    )
 
 
 def first_dtype(tensors: list[torch.Tensor] | None) -> torch.dtype | None:
@@ -276,7 +281,11 @@ OUTPUTS = "y:L features:L dynamic_scale:L"
 operator("aclnnGroupedMatmulV4", f"{GROUPED} {OUTPUTS}", check_grouped, inspect_grouped)(grouped)
 operator("aclnnGroupedMatmulV5", f"{GROUPED} tuning:A {OUTPUTS}", check_grouped, inspect_grouped)(grouped)
 operator(
-    "aclnnGroupedMatmulWeightNz", f"{GROUPED} tuning:A group_size:i {OUTPUTS}", check_grouped, inspect_grouped, any_format=("weight",)
+    "aclnnGroupedMatmulWeightNz",
+    f"{GROUPED} tuning:A group_size:i {OUTPUTS}",
+    check_grouped,
+    inspect_grouped,
+    any_format=("weight",),
 )(grouped)
 
 

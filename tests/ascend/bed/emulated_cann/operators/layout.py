@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes as c
 
 import torch
-from emulated_cann.device import BAD_ARGUMENT, guarded
+from emulated_cann.device import BAD_ARGUMENT, DEVICE, guarded
 from emulated_cann.formats import ND, NZ, c0_of, from_nz, nz_shape, to_nz
 from emulated_cann.objects import DTYPES, tensor
 from emulated_cann.registry import INT, POINTER, Arguments, function, need, operator
@@ -29,6 +29,7 @@ def aclnnNpuFormatCastCalculateSizeAndFormat(source: int, wanted: int, dtype: in
     c.c_void_p.from_address(shape).value = memory
     c.c_uint64.from_address(rank).value = len(result)
     c.c_int.from_address(format_).value = wanted
+    DEVICE.fractals = True
 
 
 @operator("aclnnNpuFormatCast", "source target", any_format=("source", "target"))

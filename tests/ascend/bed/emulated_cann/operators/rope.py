@@ -90,7 +90,7 @@ def check_rotary_mul(a: Arguments) -> None:
     need(fits, f"r1 {tuple(a.cos.shape)} broadcasts to x {tuple(a.x.shape)}")
     need(all(n < 1000 for n in batch_and_heads(a)), f"batch and heads are below 1000: {tuple(a.x.shape)}")
     need(a.mode in (0, 1), f"rotary_mode {a.mode} is half or interleave")
-    if a.rotate is not None:
+    if getattr(a, "rotate", None) is not None:
         raise UnemulatedError("npu_rotary_mul with a rotate matrix")
 
 
@@ -99,7 +99,6 @@ def batch_and_heads(a: Arguments) -> list[int]:
     return [n for c, n in zip(a.cos.shape, a.x.shape) if c == 1 and n > 1]
 
 
-@operator("aclnnRotaryPositionEmbeddingV2", "x cos sin mode:i rotate y", check_rotary_mul)
 def rotary_mul(a: Arguments) -> None:
     """x * cos + turned(x) * sin, where turned is (-second, first) of halves or of neighbours."""
     x = a.x.float()
@@ -109,6 +108,10 @@ def rotary_mul(a: Arguments) -> None:
     else:
         turned = torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
     a.y.copy_(x * a.cos.float() + turned * a.sin.float())
+
+
+operator("aclnnRotaryPositionEmbedding", "x cos sin mode:i y", check_rotary_mul)(rotary_mul)
+operator("aclnnRotaryPositionEmbeddingV2", "x cos sin mode:i rotate y", check_rotary_mul)(rotary_mul)
 
 
 def check_apply(a: Arguments) -> None:

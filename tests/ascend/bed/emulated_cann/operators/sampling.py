@@ -17,8 +17,8 @@ def check_top_k_top_p(a: Arguments) -> None:
 
 def inspect_top_k_top_p(a: Arguments) -> None:
     most = min(MAX_K, a.logits.shape[1])
-    need(a.k is None or (1 <= int(a.k.min()) and int(a.k.max()) <= most), f"k lies in 1..{most}")
-    need(a.p is None or (0 <= float(a.p.min()) and float(a.p.max()) <= 1), "p lies in 0..1")
+    need(a.k is None or (int(a.k.min()) >= 1 and int(a.k.max()) <= most), f"k lies in 1..{most}")
+    need(a.p is None or (float(a.p.min()) >= 0 and float(a.p.max()) <= 1), "p lies in 0..1")
 
 
 @operator("aclnnApplyTopKTopP", "logits p k out", check_top_k_top_p, inspect_top_k_top_p)
