@@ -49,11 +49,11 @@ class QueuedExecutable(Executable):
         with session.faults(batch.tokens, batch.seqs), session.api.active(), torch.inference_mode():
             arrays = session.stage(batch)
             session.begin(arrays, *extents(batch))
-            return self.finish(self.tape.run(arrays, batch), batch)
+            return self.finish(self.tape.run(arrays, batch), batch, arrays)
 
-    def finish(self, outputs: Mapping[str, Tensor], batch: Batch) -> Step:
+    def finish(self, outputs: Mapping[str, Tensor], batch: Batch, arrays: Mapping[str, Tensor]) -> Step:
         """The step whose outputs are queued, with the sampling of its logits queued behind them."""
-        pending = sampler.start(self._session, outputs["logits"], batch.sampling, {"vocab_size": self._vocab_size})
+        pending = sampler.start(self._session, outputs["logits"], batch.sampling, {"vocab_size": self._vocab_size}, arrays)
         return QueuedStep(self._session, outputs, pending, batch)
 
 

@@ -5,17 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from trivium.ops import Call, Pattern
 from trivium.plugin import Kernel
-from trivium_cuda.kernels import activations, attention, norms, rotary
+from trivium_cuda.kernels import activations, attention, fp8, int4, int8, norms, rotary
 from trivium_cuda.kernels.rotary import Store
 from trivium_cuda.sampler import sample
 from trivium_cuda.session import CudaSession, DevicePaged
 from trivium_torch.kernels import FUSED_KERNELS
-from trivium_torch.kernels.dense import Args, Attrs, linear
+from trivium_torch.kernels import dense
+from trivium_torch.kernels.dense import Args, Attrs
+from trivium_cuda.weights import Float8, Int4
 from trivium_torch.pages import Floats
+from trivium_torch.weights import Int8
 
 PRIORITY = 10
 WIDEST_HEAD = 256
@@ -30,6 +34,29 @@ def stores(kv: DevicePaged) -> tuple[Store, Store]:
 def _store(floats: Floats) -> Store:
     numbers, *scales = floats.parts
     return Store(numbers, scales[0] if scales else None)
+
+
+# Products and look-ups, by what a weight is.
+
+
+def linear(session: CudaSession, args: Args, attrs: Attrs) -> Tensor:
+    """Floats by torch's own product, whose library is the vendor's."""
+    x, weight, bias = args
+    if isinstance(weight, Int4):
+        return int4.linear(x, weight.packed, bias)
+    if isinstance(weight, Float8):
+        return fp8.linear(x, weight.numbers, weight.scales, bias)
+    if isinstance(weight, Int8):
+        return int8.linear(x, weight.numbers, weight.scales, bias)
+    return dense.linear(session, args, attrs)
+
+
+def embedding(session: CudaSession, args: Args, attrs: Attrs) -> Tensor:
+    ids, weight = args
+    if isinstance(weight, Tensor):
+        return dense.embedding(session, args, attrs)
+    rows: Tensor = weight[ids].to(dense.F32)
+    return torch.mul(rows, attrs["scale"]).to(session.dtype)
 
 
 # Norms and activations.
@@ -135,6 +162,8 @@ def _kernels() -> Sequence[Kernel]:
         Kernel(shared["rope_write"], rope_write, "triton rope_write", PRIORITY),
         Kernel(shared["add_norm"], add_norm, "triton add_rms_norm", PRIORITY),
         Kernel(shared["gate_up"], gate_up, "linear, linear, triton gated", PRIORITY),
+        Kernel("linear", linear, "linear by format: cuBLAS or triton int4, fp8, int8", PRIORITY),
+        Kernel("embedding", embedding, "embedding by format", PRIORITY),
         Kernel("rms_norm", rms_norm, "triton rms_norm", PRIORITY),
         Kernel("gated", gated, "triton gated", PRIORITY),
         Kernel("rope", rope, "triton rope", PRIORITY),
