@@ -29,7 +29,8 @@ def weights(D, E, W, N: tl.constexpr):
 def columns(inputs):
     """SampleInputs as the launcher takes them."""
     names = set(sampler.Columns._fields) - {"seen_rows", "bias_rows", "seed", "mask"}
-    rows = {n: np.repeat(np.arange(len(inputs.seed)), np.diff(getattr(inputs, f"{n}_starts"))).astype(np.int32) for n in ("seen", "bias")}
+    every = np.arange(len(inputs.seed), dtype=np.int32)
+    rows = {n: np.repeat(every, np.diff(getattr(inputs, f"{n}_starts"))) for n in ("seen", "bias")}
     return sampler.Columns(
         seed=tensor(inputs.seed.view(np.int64)), seen_rows=tensor(rows["seen"]), bias_rows=tensor(rows["bias"]),
         mask=None if inputs.mask is None else tensor(inputs.mask.view(np.int32)), **{n: tensor(getattr(inputs, n)) for n in names},
@@ -44,8 +45,8 @@ def features(inputs):
 
 
 def run(logits, inputs, vocab, dtype="float32"):
-    given = columns(inputs)
-    return sampler.sample(tensor(logits, dtype), given, vocab_size=vocab, features=features(inputs), top_logprobs=inputs.top_logprobs)
+    asked = {"features": features(inputs), "top_logprobs": inputs.top_logprobs}
+    return sampler.sample(tensor(logits, dtype), columns(inputs), vocab_size=vocab, **asked)
 
 
 def rare(inputs):
