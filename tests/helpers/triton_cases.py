@@ -14,9 +14,13 @@ pytest.importorskip("triton", reason="triton is not installed")
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("the interpreter wants TRITON_INTERPRET=1 and a process of its own", allow_module_level=True)
 
+import quick_interpreter  # noqa: E402
+
 from trivium.ops import OPERATORS  # noqa: E402
 from trivium.ops.state import PagedState, kv_int8  # noqa: E402
 from trivium_cuda.kernels.rotary import Store  # noqa: E402
+
+quick_interpreter.install()
 
 DTYPES = ("float32", "float16")
 """bfloat16 is wrong in the interpreter itself."""

@@ -30,10 +30,11 @@ def test_a_sum_and_its_norm_are_those_of_the_rounded_sum(dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_gate_is_the_references(dtype):
     for (gate, up), attrs in cases("gated", dtype):
-        near(activations.gated(tensor(gate, dtype), tensor(up, dtype), **attrs), OPERATORS["gated"](gate, up, **attrs), dtype, "gated")
+        got = activations.gated(tensor(gate, dtype), tensor(up, dtype), **attrs)
+        near(got, OPERATORS["gated"](gate, up, **attrs), dtype, "gated")
     for (x,), attrs in cases("activation", dtype):
-        ones = np.ones_like(x)
-        near(activations.gated(tensor(x, dtype), tensor(ones, dtype), **attrs), OPERATORS["activation"](x, **attrs), dtype, "activation")
+        got = activations.gated(tensor(x, dtype), tensor(np.ones_like(x), dtype), **attrs)
+        near(got, OPERATORS["activation"](x, **attrs), dtype, "activation")
 
 
 def quantised(x, kind):

@@ -39,7 +39,7 @@ class Tile(NamedTuple):
 
 @triton.jit
 def _first_tile(starts, seq, G, ROWS: tl.constexpr):
-    """The number of the first tile of a sequence: there is one more for each than rows need, so that no table of tiles is needed."""
+    """The number of the first tile of a sequence: there is one more for each than rows need, so that no table is needed."""
     return tl.load(starts + seq) * G // ROWS + seq
 
 
@@ -69,8 +69,10 @@ def _is_few(queries, G, FEW_ROWS: tl.constexpr):
 def _numbers(x, KIND: tl.constexpr, C: tl.constexpr):
     """Loaded keys or values in the type of the products, without their scales."""
     if KIND == "" or KIND == "int8":
-        return x.to(C)
-    return from_e4m3(x).to(C)
+        y = x.to(C)
+    else:
+        y = from_e4m3(x).to(C)
+    return y
 
 
 @triton.jit
@@ -88,9 +90,9 @@ def _span(starts, contexts, seq, within, G, window, ROWS: tl.constexpr, CAUSAL: 
     return begin, queries, context, first, stop
 
 
-# Reads the keys and values of a tile's sequence once: 2 * keys * n numbers for each key head (LATENT: keys * (rank + rope_dim)), and
-# does 4 * rows * keys * n operations. Prefill has a tile for every ROWS rows, so that keys are read rows / ROWS times, from the cache
-# of the chip but for the first; a decode of G heads reads them once and does G operations a byte of 16-bit keys.
+# Reads the keys and values of a tile's sequence once: 2 * keys * n numbers for each key head (LATENT: keys * (rank + rope_dim)),
+# and does 4 * rows * keys * n operations. Prefill has a tile for every ROWS rows, so that keys are read rows / ROWS times, from the
+# cache of the chip but for the first; a decode of G heads reads them once and does G operations a byte of 16-bit keys.
 @triton.jit
 def _attend(
     Q, Q2, K, KS, V, VS, table, starts, contexts, sinks, OUT, PART, STATE,
@@ -225,15 +227,15 @@ def tiles(few: bool, group: int, width: int, dtype: torch.dtype, kind: str, devi
     chip, wide = capability(device), dtype == torch.float32
     roomy, warpgroups = chip in (80, 90, 100, 103), chip in (90, 100, 103)
     if width > 256:
-        return Tile(16, 16, 4, 1) if wide else Tile(32 if roomy else 16, 32, 8, 2 if roomy else 1)
+        return Tile(16, 16, 4, 1) if wide else (Tile(32, 32, 8, 3) if roomy else Tile(16, 32, 4, 1))
     if few:
         rows = FEW_ROWS if group <= FEW_ROWS or wide else min(power(group), 64)
-        return Tile(rows, 32 if wide or width > 128 else 64, 4, 4 if roomy else 3)
+        return Tile(rows, 32 if wide or width > 128 else 64, 4, 5 if roomy else 3)
     if wide:
-        return Tile(16, 32, 4, 1) if width > 128 else Tile(32, 32, 4, 2)
+        return Tile(16, 32, 4, 1) if width > 128 else Tile(32, 32, 4, 3)
     if width > 128:
-        return Tile(64, 32, 8, 2) if warpgroups else Tile(32, 32, 4, 2)
-    return Tile(64 if kind else 128, 64, 8, 2) if warpgroups else Tile(64, 32, 4, 3)
+        return Tile(64, 32, 8, 3) if warpgroups else Tile(32, 32, 4, 3)
+    return Tile(64 if kind else 128, 64, 8, 3) if warpgroups else Tile(64, 32, 8, 3)
 
 
 class _Call(NamedTuple):
@@ -309,8 +311,8 @@ def paged_attention(
 ) -> Tensor:  # fmt: skip
     """The operator paged_attention of q[tokens, heads, n].
 
-    block_table int32[seqs, blocks], query_starts int32[seqs + 1], context_lens int32[seqs]. max_queries, max_context: no sequence of
-    the step has more queries in it, or a longer context. Rows that belong to no sequence are left as they are. Products are made
+    block_table int32[seqs, blocks], query_starts int32[seqs + 1], context_lens int32[seqs]. max_queries, max_context: no sequence
+    of the step has more queries in it, or a longer context. Rows that belong to no sequence are left as they are. Products are made
     in q's dtype (in float32 if the keys are), sums in float32.
     """
     return _run(
@@ -329,7 +331,7 @@ def latent_attention(
     paged_attention. Each latent row is read once a tile and serves as key and as value."""
     return _run(
         _Call(
-            q_latent, q_rope, latents, ropes, block_table, query_starts, context_lens, None, page_size, max_queries, max_context, scale,
-            None, None, True, True,
+            q_latent, q_rope, latents, ropes, block_table, query_starts, context_lens, None, page_size, max_queries, max_context,
+            scale, None, None, True, True,
         )
     )  # fmt: skip
