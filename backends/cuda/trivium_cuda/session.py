@@ -65,6 +65,7 @@ class CudaSession(TorchSession):
         super().__init__(backend, str(api.device), kernels, options)
         self.api = api
         self.invariant = False
+        self.batch_invariant: bool = options.get("batch_invariant", False)
         self.has_triton = has_triton_kernels(api.capability)
         self.capturing = False
         """Whether what runs is to become part of a graph: nothing may then come from the host."""

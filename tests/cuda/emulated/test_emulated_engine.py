@@ -206,3 +206,37 @@ def test_the_emulated_graph_repeats_what_was_captured_with_the_numbers_of_then(e
     graph.replay()
     assert y.tolist() == [[30.0, 30.0], [30.0, 30.0]], "memory is read anew; a number of the host is that of the capture"
     assert total.tolist() == [25.0] * 4, "what is written in place is written again"
+
+
+FAMILIES_OF_THEIR_OWN = {
+    "experts": {
+        "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, **NARROW,
+    },
+    "latent": {
+        "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", **NARROW, "num_key_value_heads": 2,
+        "q_lora_rank": None, "kv_lora_rank": 28, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 16,
+        "first_k_dense_replace": 1, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+        "n_shared_experts": 1,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", FAMILIES_OF_THEIR_OWN)
+def test_other_kinds_of_layers_are_captured_too(tmp_path, emulated, kind):
+    folder = make_checkpoint(tmp_path / kind, "llama", **FAMILIES_OF_THEIR_OWN[kind])
+    found = made(folder, "cuda_emulated", FEW[:2], SHORT[:2], strict=True, **SMALL)
+    assert emulated.captures == 2 and emulated.replays
+    assert found == made(folder, "reference", FEW[:2], SHORT[:2], **SMALL)
+
+
+def test_rows_do_not_depend_on_each_other_where_that_is_asked_for(emulated):
+    backend = emulated_cuda.backend()
+    [device] = backend.probe().devices
+    kernel = next(k for k in backend.kernels(device) if k.op == "linear" and not k.name.startswith("torch"))
+    x, w = torch.randn(70, 96), torch.randn(40, 96)
+    with torch.inference_mode():
+        session = backend.open(device, {"dtype": "float32", "batch_invariant": True})
+        together = kernel.run(session, (x, w, None), {})
+        alone = torch.cat([kernel.run(session, (x[i : i + 1], w, None), {}) for i in (0, 33, 69)])
+    assert torch.equal(alone, together[[0, 33, 69]])
+    torch.testing.assert_close(together, x @ w.T, rtol=1e-5, atol=1e-4)
