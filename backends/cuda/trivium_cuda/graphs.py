@@ -59,6 +59,8 @@ _PADDING = {"block_tables": -1, "slot_mapping": -1, "adapters": -1}
 def fill(places: Mapping[str, Array], batch: Batch) -> None:
     """Writes a step of at most as many sequences, padded."""
     for name, place in places.items():
+        if not place.size:  # adapters of a Program that has none
+            continue
         column = name.removeprefix("sampling.")
         array: Array = getattr(batch if column == name else batch.sampling, column)
         place[...] = array[-1] if name == "query_starts" else _PADDING.get(name, 0)
@@ -94,7 +96,8 @@ class GraphExecutable(Executable):
             self._send(found.layout, found.memory, batch)
             found.graph.replay()
             rows = {"logits": len(batch.sample_rows), "hidden": len(batch.pool_rows)}
-            return self._eager.finish({name: y[: rows[name]] for name, y in found.outputs.items()}, batch, found.arrays)
+            outputs = {name: y[: rows.get(name, batch.tokens)] for name, y in found.outputs.items()}
+            return self._eager.finish(outputs, batch, found.arrays)
 
     def _graph_for(self, batch: Batch) -> Captured | None:
         seqs = batch.seqs

@@ -124,6 +124,10 @@ class CudaSession(TorchSession):
             raise CapacityError(f"{pages} pages of {self.page_bytes(spec)} bytes need {need} bytes; {free} are free")
         super().kv_store(spec, pages)
 
+    def recurrent(self) -> list[Tensor]:
+        """The states of all recurrent layers, float32[pages, *shape] each."""
+        return [layer.data for layer in self._layers.values() if layer.data is not None]
+
     def synchronize(self) -> None:
         self.api.synchronize()
 

@@ -134,7 +134,7 @@ def test_what_has_no_whole_groups_is_refused_by_name():
         weights.make(weight_of(np.ones((4, 96), np.float32)), "int4_g128", torch.device("cpu"))
 
 
-KIT = ["int4 from q4_0", "int8 from float32", "fp8 from bfloat16", "mxfp4 from mxfp4", "int4_asym_g128 from float16"]
+KIT = ["int4 from q4_0", "int8 from float32", "fp8 from bfloat16", "mxfp4 from mxfp4"]
 
 
 @pytest.mark.parametrize("name", KIT)
