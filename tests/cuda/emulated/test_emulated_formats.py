@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from quantised_files import is_projection, quantised_pair
-from trivium_cuda import weights
+from trivium_cuda import sampler, weights
 from trivium_cuda.plugin import CudaBackend
 
 from trivium import LLM, SamplingParams
@@ -138,7 +138,8 @@ KIT = ["int4 from q4_0", "int8 from float32", "fp8 from bfloat16", "mxfp4 from m
 
 
 @pytest.mark.parametrize("name", KIT)
-def test_the_kit_judges_formats(name):
+def test_the_kit_judges_formats(name, monkeypatch):
+    monkeypatch.setattr(sampler, "_by_triton", sampler._by_torch)  # the interpreter takes long over it, and nothing here is drawn
     backend = emulated_cuda.EmulatedBackend((emulated_cuda.EmulatedDevice(),))
     device = backend.probe().devices[0]
     can = backend.capabilities(device)
