@@ -45,7 +45,7 @@ def drawn(step, heads=4, kv_heads=2, n=16, window=None, seed=3):
 
 
 MIXED = sequences([1, 20, 1, 3], [400, 300, 9, 270])
-"""A decode of four parts, a chunk that continues a context, a short decode, and drafts to be verified."""
+"""A decode of two parts, a chunk that continues a context, a short decode, and drafts to be verified."""
 
 
 @pytest.mark.parametrize("kind", ["int8", "fp8", "fp8 given"])

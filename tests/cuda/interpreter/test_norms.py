@@ -2,9 +2,7 @@
 
 import numpy as np
 import pytest
-import triton
-import triton.language as tl
-from triton_cases import DTYPES, OPERATORS, cases, exact, near, rng, rounded, tensor, torch
+from triton_cases import DTYPES, OPERATORS, cases, exact, near, rng, rounded, tensor, tl, torch, triton
 
 from trivium_cuda.kernels import activations, norms, quantise
 from trivium_cuda.kernels.common import from_e4m3

@@ -2,9 +2,7 @@
 
 import numpy as np
 import pytest
-import triton
-import triton.language as tl
-from triton_cases import OPERATORS, near, rng, tensor, torch
+from triton_cases import OPERATORS, near, rng, tensor, tl, torch, triton
 
 from trivium.ops.sample import exp_weights, philox4x32, plain_inputs, uniform
 from trivium_cuda.kernels import sampler
