@@ -2,6 +2,7 @@
 Llama 3.2's shapes (1B, 3B, and 3.1's 8B) with random weights beside their floors and beside transformers with a static cache.
 
     python benchmarks/gpu_check.py [--backend cuda] [--seconds 540] [--shapes 1b,3b,8b] [--output benchmarks/results/NAME.json]
+    python benchmarks/gpu_check.py --floors BYTES_PER_S OPERATIONS_PER_S  # the floors alone, for any card: no GPU is needed
 
 Floors: of a decode step, the bytes of all weights that a step reads and of the keys and values of its sequences, over the bandwidth
 that a copy within the device reaches just before; of a prefill, its operations (two a weight and token but for the head, which
@@ -127,27 +128,20 @@ def _decoder(dtype: str) -> Callable[[Any], Any]:
     return lambda data: (data.astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
-def open_model(lab: Lab, config: Mapping[str, Any], dtype: str, longest: int, seqs: int, sizes: Sizes) -> tuple[Model, int]:
-    """A model in a session of its own for `seqs` sequences of `longest` tokens, and the bytes of weights that a step reads."""
+def open_model(lab: Lab, config: Mapping[str, Any], dtype: str, longest: int, seqs: int, sizes: Sizes) -> Model:
+    """A model in a session of its own for `seqs` sequences of `longest` tokens."""
     pages = (longest // lab.capabilities.page_sizes[0] + 2) * seqs
     limits = {"max_batched_tokens": sizes.chunk, "max_seqs": seqs, "max_model_len": longest, "graph_sizes": (seqs,)}
     session = lab.backend.open(lab.device, {"dtype": dtype, **limits})
     program = build(config, max_model_len=longest).only("logits")
-    tables = {v.name for call in program.calls if call.name == "embedding" for v in call.args if v is not None}
-    heads = {c.source for c in program.constants if c.value.name == "lm_head.weight"}
-    loaded, read = {}, {}
-    for (name, weight, resident), constant in zip(weights_of(program, dtype), program.constants, strict=True):
-        loaded[name] = session.load(weight, resident)
-        if name not in tables or constant.source in heads:
-            read[constant.source or name] = weight.nbytes
+    loaded = {name: session.load(weight, resident) for name, weight, resident in weights_of(program, dtype)}
     spec = plan_groups(program.states, lab.capabilities.page_sizes[0], dtype)
     session.kv_store(spec, pages)
     executable = session.compile(fuse(lab, program), loaded)
-    model = Model(
+    return Model(
         lab.backend, lab.capabilities, session, executable, spec, pages, program.vocab_size, longest, frozenset(), "random", None,
         0, Layout("random", lab.backend.name, spec),
     )  # fmt: skip
-    return model, sum(read.values())
 
 
 def engine_of(model: Model, seqs: int, sizes: Sizes) -> Engine:
@@ -187,6 +181,33 @@ def prefill_seconds(model: Model, tokens: int, sizes: Sizes) -> float:
 
 
 # Floors.
+
+
+def weight_bytes(config: Mapping[str, Any], itemsize: int) -> int:
+    """Bytes of the weights that a step reads: all but an embedding table that is not the head, too. Vectors are float32."""
+    program = build(config)
+    tables = {v.name for call in program.calls if call.name == "embedding" for v in call.args if v is not None}
+    heads = {c.source for c in program.constants if c.value.name == "lm_head.weight"}
+    read = [c for c in program.constants if c.value.name not in tables or c.source in heads]
+    shapes = {c.source or c.value.name: c.value.shape for c in read}
+    return sum(int(np.prod(shape)) * (itemsize if len(shape) > 1 else 4) for shape in shapes.values())
+
+
+def decode_floor(config: Mapping[str, Any], seqs: int, itemsize: int, bandwidth: float, sizes: Sizes) -> float:
+    """Seconds that a decode step's bytes need, in the middle of the measurement."""
+    context = sizes.context + sizes.steps / 2
+    return (weight_bytes(config, itemsize) + seqs * context * kv_bytes(config, itemsize)) / bandwidth
+
+
+def floors(shapes: Mapping[str, Mapping[str, Any]], top: Ceilings, sizes: Sizes, itemsize: int = 2) -> dict[str, Any]:
+    """The floors of all figures for given ceilings: no device is needed."""
+    return {
+        name: {
+            **{f"decode, {n} sequences": decode_floor(config, n, itemsize, top.bandwidth, sizes) for n in sizes.batches},
+            **{f"prefill, {n} tokens": prefill_operations(config, n) / top.matrix for n in sizes.prefills},
+        }
+        for name, config in shapes.items()
+    }
 
 
 def kv_bytes(config: Mapping[str, Any], itemsize: int) -> int:
@@ -287,18 +308,17 @@ def cases(lab: Lab, config: Mapping[str, Any], dtype: str, device: torch.device,
 
 
 def _decode(lab: Lab, config: Mapping[str, Any], dtype: str, top: Ceilings, sizes: Sizes, seqs: int) -> dict[str, float]:
-    model, read = open_model(lab, config, dtype, sizes.longest(seqs), seqs, sizes)
+    model = open_model(lab, config, dtype, sizes.longest(seqs), seqs, sizes)
     try:
         seconds, host = decode_seconds(model, seqs, sizes)
     finally:
         model.session.close()
-    itemsize = torch.empty((), dtype=getattr(torch, dtype)).element_size()
-    floor = (read + seqs * (sizes.context + sizes.steps / 2) * kv_bytes(config, itemsize)) / top.bandwidth
+    floor = decode_floor(config, seqs, getattr(torch, dtype).itemsize, top.bandwidth, sizes)
     return {"seconds": seconds, "tokens_per_s": seqs / seconds, "floor_s": floor, "share": floor / seconds, "host_share": host}
 
 
 def _prefill(lab: Lab, config: Mapping[str, Any], dtype: str, top: Ceilings, sizes: Sizes, tokens: int) -> dict[str, float]:
-    model, _ = open_model(lab, config, dtype, tokens + 16, 1, sizes)
+    model = open_model(lab, config, dtype, tokens + 16, 1, sizes)
     try:
         seconds = prefill_seconds(model, tokens, sizes)
     finally:
@@ -330,8 +350,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--shapes", default=",".join(SHAPES))
     parser.add_argument("--areas", default="operators,fusions,formats,pages,sampler,serving,models")
     parser.add_argument("--output", type=Path)
+    parser.add_argument("--floors", type=float, nargs=2)
     asked = parser.parse_args(argv)
     shapes = {name: SHAPES[name] for name in asked.shapes.split(",")}
+    if asked.floors:
+        print(json.dumps(floors(shapes, Ceilings(*asked.floors), Sizes()), indent=1))
+        return 0
     found = check(asked.backend, shapes, Sizes(), asked.seconds, asked.areas.split(","))
     text = json.dumps(found, indent=1, default=float)
     print(text)

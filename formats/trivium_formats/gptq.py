@@ -69,9 +69,10 @@ def _weight(module: Module, *, bits: int, group: int, less: int) -> Weight:
             "zeros": points.T, "order": where,
         }  # fmt: skip
 
-    return Decoded(
-        (out, rows * per), "gptq_4" if bits == 4 else "gptq", decode, stored, f"gptq {bits} {group} {less}", parts if bits == 4 else None
-    )
+    how = f"gptq {bits} {group} {less}"
+    if bits != 4:
+        return Decoded((out, rows * per), "gptq", decode, stored, how)
+    return Decoded((out, rows * per), "gptq_4", decode, stored, how, parts)
 
 
 gptq = Hook(read)

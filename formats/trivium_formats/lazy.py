@@ -16,10 +16,10 @@ FLOATS = ("float16", "bfloat16", "float32")
 Parts = Mapping[str, Any]
 """What numbers are stored as, for backends that keep it so: "codes", and "scales" as float32[out, ...].
 
-Whole numbers of 4 bits (formats "awq", "gptq_4"): codes uint8[out, in] below 16, scales float32[out, groups], zeros uint8[out, groups];
-order int32[in] or None: input i of the codes is input order[i] of the matrix. weight = scale * (code - zero), and groups of equal size
-follow one another. Format "fp8": codes uint8[out, in], the bits of float8_e4m3; scales float32[blocks down, blocks across]; block: the
-(rows, columns) that a scale is for."""
+Whole numbers of 4 bits (formats "awq", "gptq_4"): codes uint8[out, in] below 16, scales float32[out, groups], zeros uint8[out,
+groups]; order int32[in] or None: input i of the codes is input order[i] of the matrix. weight = scale * (code - zero), and groups
+of equal size follow one another. Format "fp8": codes uint8[out, in], the bits of float8_e4m3; scales float32[blocks down, blocks
+across]; block: the (rows, columns) that a scale is for."""
 _STEP = 1 << 20
 """Numbers that are decoded at a time: what a decoder needs beside its result stays small."""
 
@@ -73,7 +73,8 @@ class Lazy(Weight):
 
 class Decoded(Lazy):
     """A matrix that is stored as several tensors. `rows(start, stop)`: float32[stop - start, columns], which is what its `data` is;
-    `stored`: the tensors, for origin and bytes; `how`: what beside them the numbers depend on. `parts`: Parts of rows start..stop."""
+    `stored`: the tensors, for origin and bytes; `how`: what beside them the numbers depend on; `parts`: Parts of rows
+    start..stop."""
 
     def __init__(
         self, shape: tuple[int, int], format: str, rows: Callable[[int, int], Array], stored: tuple[Weight, ...], how: str,

@@ -10,13 +10,18 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("triton", reason="triton is not installed")
+triton = pytest.importorskip("triton", reason="triton is not installed")
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("the interpreter wants TRITON_INTERPRET=1 and a process of its own", allow_module_level=True)
+
+import quick_interpreter  # noqa: E402
+import triton.language as tl  # noqa: E402
 
 from trivium.ops import OPERATORS  # noqa: E402
 from trivium.ops.state import PagedState, kv_int8  # noqa: E402
 from trivium_cuda.kernels.rotary import Store  # noqa: E402
+
+quick_interpreter.install()
 
 DTYPES = ("float32", "float16")
 """bfloat16 is wrong in the interpreter itself."""
@@ -87,3 +92,9 @@ def held(x: Any, kind: str) -> Any:
         return x.astype(kind).astype(np.float32)
     assert kind == "int8"
     return kv_int8(x)
+
+
+__all__ = [
+    "DTYPES", "OPERATORS", "cases", "exact", "held", "near", "numbers_of", "rng", "rounded", "store_of", "stores_of", "tensor",
+    "tl", "torch", "triton",
+]  # fmt: skip

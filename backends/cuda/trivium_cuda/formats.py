@@ -11,6 +11,15 @@ trivium_torch's kernels only, which plan on the host and so can't be captured in
 PAGE_SIZES = (16, 32, 64, 128, 256)
 GRAPHS = 48
 """Batch sizes that may be captured; what they take of the memory is limited by the option graph_memory."""
+_NARROW = (
+    WeightFormat("int4", bits=4.5, lossless_from=frozenset({"q4_0"}), error_budget=0.12),
+    WeightFormat("int4_g128", bits=4.125, error_budget=0.15),
+    WeightFormat("int4_asym_g128", bits=4.25, lossless_from=frozenset({"awq", "gptq_4"}), error_budget=0.14),
+    WeightFormat("mxfp4", bits=4.25, lossless_from=frozenset({"mxfp4"}), error_budget=0.18),
+    WeightFormat("fp8", bits=8, lossless_from=frozenset({"fp8"}), error_budget=0.04),
+)
+"""See weights.py. What is held without loss keeps the groups that it was stored with. The budgets hold for weights without outliers
+beyond four standard deviations within a group."""
 _NO_BFLOAT16 = "bfloat16 needs compute capability 8.0 or later"
 
 
@@ -22,8 +31,9 @@ def has_triton_kernels(capability: tuple[int, int]) -> bool:
 def weight_formats(capability: tuple[int, int]) -> tuple[WeightFormat, ...]:
     """Resident formats, best first."""
     known = {f.name: f for f in FLOATS}
-    floats = ("bfloat16", "float16", "float32") if has_triton_kernels(capability) else ("float16", "float32")
-    return (*(known[name] for name in floats), known["int8"])
+    if not has_triton_kernels(capability):
+        return known["float16"], known["float32"], known["int8"]
+    return (*_NARROW, *(known[name] for name in ("int8", "bfloat16", "float16", "float32")))
 
 
 def capabilities(capability: tuple[int, int]) -> Capabilities:

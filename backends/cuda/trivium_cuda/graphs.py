@@ -18,23 +18,25 @@ from torch import Tensor
 
 from trivium.errors import BackendError
 from trivium.ops import Batch
+from trivium.ops.batch import COLUMNS
 from trivium.ops.sample import plain_inputs
 from trivium.plugin import Executable, Step
 from trivium_cuda.device import Graph
 from trivium_cuda.executor import QueuedExecutable
 from trivium_cuda.session import CudaSession
-from trivium_cuda.staging import Array, Layout
+from trivium_cuda.staging import SAMPLING, Array, Layout
 
 I32, I64 = np.dtype("int32"), np.dtype("int64")
 
 
 @dataclass(frozen=True)
 class Captured:
-    """A graph for `size` sequences of one token. memory: where its arrays lie on the device, as `layout` says."""
+    """A graph for `size` sequences of one token. memory: where its arrays lie on the device, as `layout` says; arrays: they."""
 
     size: int
     layout: Layout
     memory: Tensor
+    arrays: Mapping[str, Tensor]
     graph: Graph
     outputs: Mapping[str, Tensor]
 
@@ -46,6 +48,7 @@ def layout_of(size: int, groups: int, blocks: int, *, adapters: bool) -> Layout:
         {
             **rows, "query_starts": ((size + 1,), I32), "adapters": ((size if adapters else 0,), I32),
             "block_tables": ((groups, size, blocks), I32), "slot_mapping": ((groups, size), I64),
+            **{f"sampling.{name}": ((size,), np.dtype(COLUMNS[name])) for name in SAMPLING},
         }
     )  # fmt: skip
 
@@ -56,7 +59,10 @@ _PADDING = {"block_tables": -1, "slot_mapping": -1, "adapters": -1}
 def fill(places: Mapping[str, Array], batch: Batch) -> None:
     """Writes a step of at most as many sequences, padded."""
     for name, place in places.items():
-        array: Array = getattr(batch, name)
+        if not place.size:  # adapters of a Program that has none
+            continue
+        column = name.removeprefix("sampling.")
+        array: Array = getattr(batch if column == name else batch.sampling, column)
         place[...] = array[-1] if name == "query_starts" else _PADDING.get(name, 0)
         place[tuple(slice(n) for n in array.shape)] = array
 
@@ -90,7 +96,8 @@ class GraphExecutable(Executable):
             self._send(found.layout, found.memory, batch)
             found.graph.replay()
             rows = {"logits": len(batch.sample_rows), "hidden": len(batch.pool_rows)}
-            return self._eager.finish({name: y[: rows[name]] for name, y in found.outputs.items()}, batch)
+            outputs = {name: y[: rows.get(name, batch.tokens)] for name, y in found.outputs.items()}
+            return self._eager.finish(outputs, batch, found.arrays)
 
     def _graph_for(self, batch: Batch) -> Captured | None:
         seqs = batch.seqs
@@ -152,7 +159,7 @@ class GraphExecutable(Executable):
             self._send(layout, memory, _unused(batch))
             self._queue(arrays, batch)  # compiles kernels and lets libraries take their workspaces, neither of which a capture may
             graph, outputs = session.api.capture(lambda: self._queue(arrays, batch))
-        return Captured(size, layout, memory, graph, outputs)
+        return Captured(size, layout, memory, arrays, graph, outputs)
 
     def _queue(self, arrays: Mapping[str, Tensor], batch: Batch) -> dict[str, Any]:
         session = self._session
@@ -168,6 +175,6 @@ def _unused(batch: Batch) -> Batch:
     """The step with none of its sequences: all of it is padding."""
     none = np.zeros(0, np.int32)
     return Batch(
-        none, none, np.zeros(1, np.int32), none, batch.block_tables[:, :0], batch.slot_mapping[:, :0], none, batch.sampling, none,
+        none, none, np.zeros(1, np.int32), none, batch.block_tables[:, :0], batch.slot_mapping[:, :0], none, plain_inputs(0), none,
         none,
     )  # fmt: skip

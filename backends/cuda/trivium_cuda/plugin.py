@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from trivium.errors import InvalidRequestError
+from trivium.errors import InvalidRequestError, UnsupportedError
 from trivium.plugin import Backend, Capabilities, Device, Kernel, Probe, Session, hookimpl
 from trivium_cuda import formats
 from trivium_torch.plugin import TorchBackend
@@ -20,8 +20,9 @@ class CudaBackend(TorchBackend):
     name = "cuda"
     priority = 30
     device_types = ("cuda",)
-    options = frozenset({"graph_sizes", "graph_memory"})
-    """graph_sizes: the contract's. graph_memory: bytes that captured graphs may take, by default a twentieth of the device's."""
+    options = frozenset({"batch_invariant", "graph_sizes", "graph_memory"})
+    """graph_sizes: the contract's. graph_memory: bytes that captured graphs may take, by default a twentieth of the device's.
+    batch_invariant: a row's bits do not depend on how many rows are computed together; products are slower for it."""
 
     def __init__(self, find: Callable[[], Sequence[DeviceApi]] | None = None) -> None:
         self._find = find
@@ -71,6 +72,10 @@ class CudaBackend(TorchBackend):
         memory = options.get("graph_memory")
         if memory is not None and (type(memory) is not int or memory < 0):
             raise InvalidRequestError(f"graph_memory must be a number of bytes, not {memory!r}", param="graph_memory")
+        if type(options.get("batch_invariant", False)) is not bool:
+            raise InvalidRequestError("batch_invariant must be True or False", param="batch_invariant")
+        if options.get("batch_invariant") and not formats.has_triton_kernels(device.details["capability"]):
+            raise UnsupportedError("batch_invariant needs compute capability 8.0 or later", param="batch_invariant")
         return super().open(device, options)
 
     def make_session(self, device: Device, options: Mapping[str, Any]) -> Session:

@@ -13,12 +13,14 @@ import torch
 from torch import Tensor
 
 from trivium.errors import BackendError, CapacityError, UnsupportedError
-from trivium.ops import Batch, KVSpec, Program
+from trivium.ops import Batch, KVSpec, Program, Weight
 from trivium.plugin import Executable, Kernel
 from trivium_cuda.device import DeviceApi
+from trivium_cuda.formats import has_triton_kernels, weight_formats
 from trivium_cuda.staging import Download, Pinned, arrays_of, upload
 from trivium_torch.pages import Carried, Paged
 from trivium_torch.session import TorchSession
+from trivium_torch.weights import make_resident
 
 LARGE = 1 << 24
 """Bytes from which an array is copied at once, without a page-locked block in between that would stay."""
@@ -63,6 +65,8 @@ class CudaSession(TorchSession):
         super().__init__(backend, str(api.device), kernels, options)
         self.api = api
         self.invariant = False
+        self.batch_invariant: bool = options.get("batch_invariant", False)
+        self.has_triton = has_triton_kernels(api.capability)
         self.capturing = False
         """Whether what runs is to become part of a graph: nothing may then come from the host."""
         self.pinned = Pinned(api)
@@ -84,9 +88,24 @@ class CudaSession(TorchSession):
             return super().upload(array)
         return upload(self.api, self.pinned, {"": array})[""]
 
+    def upload_all(self, arrays: Mapping[str, npt.NDArray[Any]]) -> dict[str, Tensor]:
+        """Copies on the device, by one copy that is queued; unsigned numbers as the signed ones of their bits."""
+        return upload(self.api, self.pinned, arrays)
+
     def download(self, tensor: Tensor) -> Download:
         """A queued copy to the host."""
         return Download(self.api, self.pinned, tensor)
+
+    # Weights.
+
+    def make_weight(self, weight: Weight, format: str) -> Any:
+        if format not in {f.name for f in weight_formats(self.api.capability)}:
+            raise UnsupportedError(f"{weight.name} can't be held as {format} on {self.api.name}", param="quantize")
+        if not self.has_triton:
+            return make_resident(weight, format, self.device)
+        from trivium_cuda.weights import make
+
+        return make(weight, format, self.device)
 
     # Memory.
 
@@ -104,6 +123,10 @@ class CudaSession(TorchSession):
         if need > free:
             raise CapacityError(f"{pages} pages of {self.page_bytes(spec)} bytes need {need} bytes; {free} are free")
         super().kv_store(spec, pages)
+
+    def recurrent(self) -> list[Tensor]:
+        """The states of all recurrent layers, float32[pages, *shape] each."""
+        return [layer.data for layer in self._layers.values() if layer.data is not None]
 
     def synchronize(self) -> None:
         self.api.synchronize()

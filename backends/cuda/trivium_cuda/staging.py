@@ -87,11 +87,16 @@ _ARRAYS = (
     "token_ids", "positions", "query_starts", "context_lens", "block_tables", "slot_mapping", "sample_rows", "pool_rows",
     "adapters",
 )  # fmt: skip
+SAMPLING = (
+    "temperature", "top_k", "top_p", "min_p", "seed", "position", "repetition", "presence", "frequency", "score_ids",
+)  # fmt: skip
+"""Columns of SampleInputs that the sampler reads on the device, a number a sampled row."""
 
 
 def arrays_of(batch: Batch) -> dict[str, Array]:
-    """The arrays of a step by name, without those of its sampling."""
-    return {name: getattr(batch, name) for name in _ARRAYS}
+    """The arrays of a step by name; columns of its sampling as "sampling.NAME"."""
+    sampling = {f"sampling.{name}": getattr(batch.sampling, name) for name in SAMPLING}
+    return {**{name: getattr(batch, name) for name in _ARRAYS}, **sampling}
 
 
 def upload(api: DeviceApi, pinned: Pinned, arrays: Mapping[str, Array]) -> dict[str, Tensor]:

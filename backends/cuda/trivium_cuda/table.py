@@ -5,17 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from trivium.ops import Call, Pattern
 from trivium.plugin import Kernel
-from trivium_cuda.kernels import activations, attention, norms, rotary
+from trivium_cuda.kernels import activations, attention, experts, fp8, int8, norms, recurrent, rotary
+from trivium_cuda.kernels.products import Matrix, product
 from trivium_cuda.kernels.rotary import Store
 from trivium_cuda.sampler import sample
-from trivium_cuda.session import CudaSession, DevicePaged
-from trivium_torch.kernels import FUSED_KERNELS
-from trivium_torch.kernels.dense import Args, Attrs, linear
+from trivium_cuda.session import CudaSession, DeviceCarried, DevicePaged
+from trivium_torch.kernels import FUSED_KERNELS, dense, moe
+from trivium_torch.kernels.dense import Args, Attrs
+from trivium_cuda.weights import CudaResident, Float8, Int4
 from trivium_torch.pages import Floats
+from trivium_torch.weights import Int8
 
 PRIORITY = 10
 WIDEST_HEAD = 256
@@ -30,6 +34,57 @@ def stores(kv: DevicePaged) -> tuple[Store, Store]:
 def _store(floats: Floats) -> Store:
     numbers, *scales = floats.parts
     return Store(numbers, scales[0] if scales else None)
+
+
+# Products and look-ups, by what a weight is.
+
+
+def linear(session: CudaSession, args: Args, attrs: Attrs) -> Tensor:
+    """Floats by torch's own product, whose library is the vendor's and chooses by the number of rows, unless rows must not depend
+    on each other."""
+    x, weight, bias = args
+    if isinstance(weight, Tensor) and not session.batch_invariant:
+        return dense.linear(session, args, attrs)
+    y = product(x, _matrix(weight), bias, x.dtype, invariant=session.batch_invariant)
+    return y.view(*x.shape[:-1], y.shape[-1])
+
+
+def _matrix(weight: CudaResident) -> Matrix:
+    if isinstance(weight, Int4):
+        return weight.packed.matrix()
+    if isinstance(weight, Float8):
+        return fp8.matrix(weight.numbers, weight.scales)
+    return int8.matrix(weight.numbers, weight.scales) if isinstance(weight, Int8) else Matrix("float", weight, *weight.shape[-2:])
+
+
+def embedding(session: CudaSession, args: Args, attrs: Attrs) -> Tensor:
+    ids, weight = args
+    if isinstance(weight, Tensor):
+        return dense.embedding(session, args, attrs)
+    rows: Tensor = weight[ids].to(dense.F32)
+    return torch.mul(rows, attrs["scale"]).to(session.dtype)
+
+
+def moe_experts(session: CudaSession, args: Args, attrs: Attrs) -> Tensor:
+    """All experts in one launch a matrix; experts in 8 bits go one by one."""
+    x, weights, ids, *matrices = args
+    if any(isinstance(m, Int8 | Float8) for m in matrices[:3]):
+        found: Tensor = moe.moe_experts(session, args, attrs)
+        return found
+    gate, up, down = (m.packed if isinstance(m, Int4) else m for m in matrices[:3])
+    return experts.moe_experts(
+        x, weights, ids, gate, up, down, *matrices[3:], **attrs, invariant=session.batch_invariant
+    )  # fmt: skip
+
+
+# State along a sequence.
+
+
+def gated_delta_rule(session: CudaSession, args: Args, attrs: Attrs) -> tuple[Tensor, DeviceCarried]:
+    q, k, v, g, beta, s, *_ = args
+    r = s.reads
+    y = recurrent.gated_delta_rule(q, k, v, g, beta, s.data, r.block_tables, r.query_starts, r.context_lens, **attrs)
+    return y, s
 
 
 # Norms and activations.
@@ -135,6 +190,8 @@ def _kernels() -> Sequence[Kernel]:
         Kernel(shared["rope_write"], rope_write, "triton rope_write", PRIORITY),
         Kernel(shared["add_norm"], add_norm, "triton add_rms_norm", PRIORITY),
         Kernel(shared["gate_up"], gate_up, "linear, linear, triton gated", PRIORITY),
+        Kernel("linear", linear, "linear by format: cuBLAS or triton int4, fp8, int8", PRIORITY),
+        Kernel("embedding", embedding, "embedding by format", PRIORITY),
         Kernel("rms_norm", rms_norm, "triton rms_norm", PRIORITY),
         Kernel("gated", gated, "triton gated", PRIORITY),
         Kernel("rope", rope, "triton rope", PRIORITY),
@@ -142,6 +199,8 @@ def _kernels() -> Sequence[Kernel]:
         Kernel("latent_write", latent_write, "triton latent_write", PRIORITY),
         Kernel("paged_attention", paged_attention, "triton paged_attention", PRIORITY, narrow_heads),
         Kernel("latent_attention", latent_attention, "triton latent_attention", PRIORITY),
+        Kernel("moe_experts", moe_experts, "triton moe_experts", PRIORITY),
+        Kernel("gated_delta_rule", gated_delta_rule, "triton gated_delta_rule", PRIORITY),
         Kernel("sample", sample, "queued sample", PRIORITY),
     )
 

@@ -5,12 +5,14 @@ A device of compute capability 7.5 runs trivium_torch's kernels in the same step
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 
 import emulated_cuda
 import pytest
 import torch
 from tiny_checkpoints import FAMILIES, make_checkpoint
+from trivium_cuda import sampler
 from trivium_cuda.executor import QueuedExecutable
 from trivium_cuda.graphs import GraphExecutable
 
@@ -149,9 +151,9 @@ def test_a_kernel_that_plans_on_the_host_is_not_captured(tmp_path, emulated, mon
     folder = make_checkpoint(tmp_path / "llama", "llama", **NARROW)
     monkeypatch.setattr(emulated_cuda.EmulatedBackend, "kernels", TorchBackend.kernels)
     with pytest.warns(RuntimeWarning, match="could not be captured and run eagerly: .*numbers from the host"):
-        found = made(folder, "cuda_emulated", **SMALL | {"max_model_len": 80, "num_kv_blocks": 40})
+        found = made(folder, "cuda_emulated", DRAWN[:3], SHORT, **SMALL)
     assert emulated.captures == 0
-    assert found == made(folder, "reference")
+    assert found == made(folder, "reference", DRAWN[:3], SHORT, **SMALL)
 
 
 def test_a_step_without_memory_is_rolled_back_and_the_requests_go_on(tmp_path, old, monkeypatch):
@@ -206,3 +208,75 @@ def test_the_emulated_graph_repeats_what_was_captured_with_the_numbers_of_then(e
     graph.replay()
     assert y.tolist() == [[30.0, 30.0], [30.0, 30.0]], "memory is read anew; a number of the host is that of the capture"
     assert total.tolist() == [25.0] * 4, "what is written in place is written again"
+
+
+FAMILIES_OF_THEIR_OWN = {
+    "experts": {
+        "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2,
+        **NARROW,
+    },
+    "latent": {
+        "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", **NARROW, "num_key_value_heads": 2,
+        "q_lora_rank": None, "kv_lora_rank": 28, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 16,
+        "first_k_dense_replace": 1, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+        "n_shared_experts": 1,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", FAMILIES_OF_THEIR_OWN)
+def test_other_kinds_of_layers_are_captured_too(tmp_path, emulated, kind):
+    folder = make_checkpoint(tmp_path / kind, "llama", **FAMILIES_OF_THEIR_OWN[kind])
+    found = made(folder, "cuda_emulated", FEW[:2], SHORT[:2], strict=True, **SMALL)
+    assert emulated.captures == 2 and emulated.replays
+    assert found == made(folder, "reference", FEW[:2], SHORT[:2], **SMALL)
+
+
+def test_rows_do_not_depend_on_each_other_where_that_is_asked_for(emulated):
+    backend = emulated_cuda.backend()
+    [device] = backend.probe().devices
+    kernel = next(k for k in backend.kernels(device) if k.op == "linear" and not k.name.startswith("torch"))
+    x, w = torch.randn(70, 96), torch.randn(40, 96)
+    with torch.inference_mode():
+        session = backend.open(device, {"dtype": "float32", "batch_invariant": True})
+        together = kernel.run(session, (x, w, None), {})
+        alone = torch.cat([kernel.run(session, (x[i : i + 1], w, None), {}) for i in (0, 33, 69)])
+    assert torch.equal(alone, together[[0, 33, 69]])
+    torch.testing.assert_close(together, x @ w.T, rtol=1e-5, atol=1e-4)
+
+
+def test_a_largest_step_that_does_not_fit_is_refused_on_load_and_stores_nothing(tmp_path, old, monkeypatch):
+    from trivium_cuda.tape import Tape
+
+    folder = make_checkpoint(tmp_path / "llama", "llama")
+    run, sizes = Tape.run, []
+
+    def short_of_memory(self, inputs, batch):
+        sizes.append((batch.tokens, batch.seqs, set(batch.slot_mapping.flatten().tolist())))
+        if batch.tokens > 90:
+            raise torch.OutOfMemoryError("no memory")
+        return run(self, inputs, batch)
+
+    monkeypatch.setattr(Tape, "run", short_of_memory)
+    with pytest.raises(CapacityError, match=r"a step of 100 tokens in 3 sequences needs more memory.*max_num_batched_tokens"):
+        LLM(folder, "cuda_emulated", **{**LOAD, "max_model_len": 40, "max_num_batched_tokens": 100})
+    with LLM(folder, "cuda_emulated", **{**LOAD, "max_model_len": 40, "max_num_batched_tokens": 90}) as llm:
+        pages = llm.loaded.session.export_pages(0, range(llm.loaded.num_pages))
+        assert not any(array.any() for layer in pages.tensors for array in layer)
+    assert sizes == [(100, 3, {-1}), (90, 3, {-1})]
+
+
+def test_the_kit_s_steps_of_one_token_a_sequence_are_replayed(monkeypatch):
+    """Their batches and Programs are not those of a model: adapters that nobody reads, outputs of other names."""
+    monkeypatch.setattr(sampler, "_by_triton", sampler._by_torch)  # the interpreter takes long over it, and nothing here is drawn
+    from trivium.conformance import collect_checks
+    from trivium.conformance.lab import Lab
+
+    device = emulated_cuda.EmulatedDevice()
+    backend = emulated_cuda.EmulatedBackend((device,))
+    [found] = backend.probe().devices
+    can = dataclasses.replace(backend.capabilities(found), dtypes=("float32",), kv_dtypes=("float32",), page_sizes=(16,))
+    lab = Lab(backend, found, can, backend.kernels(found))
+    [row] = [check.run() for check in collect_checks(lab, ["operators"]) if check.name == "moe_route"]
+    assert row.status == "passed", row.detail
+    assert device.replays

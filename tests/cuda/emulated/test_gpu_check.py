@@ -48,4 +48,9 @@ def test_operations_and_bytes_are_those_of_the_tensors():
     weights = sum(np.prod(v.shape) for v in constants if "layers" in v.name and "norm" not in v.name)
     linear = gpu_check.prefill_operations(config, 1) - 2 * 4096 * 128256 - 32 * 4 * 32 * 128
     assert linear == 2 * weights
+    assert gpu_check.weight_bytes(config, 2) == 2 * (weights + 4096 * 128256) + 4 * (65 * 4096 + 64), (
+        "two norms a layer, one at the end"
+    )
+    tied = gpu_check.SHAPES["1b"]
+    assert gpu_check.weight_bytes(tied, 2) - gpu_check.weight_bytes({**tied, "vocab_size": 256}, 2) == 2 * 2048 * 128000
     assert gpu_check.kv_bytes(config, 2) == 131072, "128 KiB a token, as Llama 3's report has it"

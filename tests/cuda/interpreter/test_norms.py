@@ -2,9 +2,7 @@
 
 import numpy as np
 import pytest
-import triton
-import triton.language as tl
-from triton_cases import DTYPES, OPERATORS, cases, exact, near, rng, rounded, tensor, torch
+from triton_cases import DTYPES, OPERATORS, cases, exact, near, rng, rounded, tensor, tl, torch, triton
 
 from trivium_cuda.kernels import activations, norms, quantise
 from trivium_cuda.kernels.common import from_e4m3
@@ -30,10 +28,11 @@ def test_a_sum_and_its_norm_are_those_of_the_rounded_sum(dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_gate_is_the_references(dtype):
     for (gate, up), attrs in cases("gated", dtype):
-        near(activations.gated(tensor(gate, dtype), tensor(up, dtype), **attrs), OPERATORS["gated"](gate, up, **attrs), dtype, "gated")
+        got = activations.gated(tensor(gate, dtype), tensor(up, dtype), **attrs)
+        near(got, OPERATORS["gated"](gate, up, **attrs), dtype, "gated")
     for (x,), attrs in cases("activation", dtype):
-        ones = np.ones_like(x)
-        near(activations.gated(tensor(x, dtype), tensor(ones, dtype), **attrs), OPERATORS["activation"](x, **attrs), dtype, "activation")
+        got = activations.gated(tensor(x, dtype), tensor(np.ones_like(x), dtype), **attrs)
+        near(got, OPERATORS["activation"](x, **attrs), dtype, "activation")
 
 
 def quantised(x, kind):

@@ -31,8 +31,8 @@ attention      paged_attention(q[tokens, heads, n], keys: Store, values: Store, 
                    scale, window=None, softcap=None, causal=True) -> y
                latent_attention(q_latent, q_rope, latents: Store, ropes: Store, block_table, query_starts, context_lens, *,
                    page_size, max_queries, max_context, scale) -> y
-int4           Packed(codes uint8[..., in / 2, out], scales[..., groups, out], zeros[..., groups, out] | None, order int32[in] | None,
-                   group, inputs); its shape is [..., out, in]
+int4           Packed(codes uint8[..., in / 2, out], scales[..., groups, out], zeros[..., groups, out] | None, order int32[in] |
+                   None, group, inputs); its shape is [..., out, in]
                pack_int4(codes uint8[..., out, in], scales[..., out, groups], zeros[..., out, groups] | None, order | None)
                    -> Packed: weight = scale * (code - zero), zeros None: 8; order: input i of the codes is input order[i] of x
                pack_mxfp4(codes uint8[..., out, in], exponents uint8[..., out, in / 32]) -> Packed (scales uint8: exponent + 127)

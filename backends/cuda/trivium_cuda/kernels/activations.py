@@ -37,11 +37,12 @@ def _gated_rows(
 
 
 def gated(
-    g: Tensor, up: Tensor, *, kind: str = "silu", limit: float | None = None, alpha: float = 1.0, up_offset: float = 0.0
-) -> Tensor:
-    """The operator `gated` of g, up[..., n], in g's dtype."""
+    g: Tensor, up: Tensor, *, kind: str = "silu", limit: float | None = None, alpha: float = 1.0, up_offset: float = 0.0,
+    dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
+    """The operator `gated` of g, up[..., n], in g's dtype or another."""
     a, b = flat(g), flat(up)
-    n, out = g.shape[-1], torch.empty(g.shape, dtype=g.dtype, device=g.device)
+    n, out = g.shape[-1], torch.empty(g.shape, dtype=dtype or g.dtype, device=g.device)
     block = min(power(n), 1024)
     if len(a):
         _gated[(len(a), triton.cdiv(n, block))](

@@ -21,9 +21,9 @@ from trivium_cuda.kernels.rotary import Store
 
 FEW_ROWS = 16
 """Rows up to which a sequence's keys are split; one query of more heads counts as few too."""
-PARTS = 32
+PARTS = 16
 """Parts at most."""
-LEAST = 128
+LEAST = 256
 """Keys of a part at least."""
 TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
@@ -39,7 +39,7 @@ class Tile(NamedTuple):
 
 @triton.jit
 def _first_tile(starts, seq, G, ROWS: tl.constexpr):
-    """The number of the first tile of a sequence: there is one more for each than rows need, so that no table of tiles is needed."""
+    """The number of the first tile of a sequence: there is one more for each than rows need, so that no table is needed."""
     return tl.load(starts + seq) * G // ROWS + seq
 
 
@@ -69,8 +69,10 @@ def _is_few(queries, G, FEW_ROWS: tl.constexpr):
 def _numbers(x, KIND: tl.constexpr, C: tl.constexpr):
     """Loaded keys or values in the type of the products, without their scales."""
     if KIND == "" or KIND == "int8":
-        return x.to(C)
-    return from_e4m3(x).to(C)
+        y = x.to(C)
+    else:
+        y = from_e4m3(x).to(C)
+    return y
 
 
 @triton.jit
@@ -88,9 +90,63 @@ def _span(starts, contexts, seq, within, G, window, ROWS: tl.constexpr, CAUSAL: 
     return begin, queries, context, first, stop
 
 
-# Reads the keys and values of a tile's sequence once: 2 * keys * n numbers for each key head (LATENT: keys * (rank + rope_dim)), and
-# does 4 * rows * keys * n operations. Prefill has a tile for every ROWS rows, so that keys are read rows / ROWS times, from the cache
-# of the chip but for the first; a decode of G heads reads them once and does G operations a byte of 16-bit keys.
+@triton.jit
+def _scaled(x, SCALES, at, valid, KIND: tl.constexpr):
+    """float32 x[rows, keys] times the scales of keys that are bytes."""
+    if KIND != "":
+        x = x * tl.load(SCALES + at, mask=valid, other=0.0).to(tl.float32)[None, :]
+    return x
+
+
+@triton.jit
+def _step(
+    start, first, high, q, q2, K, KS, V, VS, table, position, m, total, acc, ks_slot, vs_slot, scale, softcap, window, n, n2, d, d2,
+    KEYS: tl.constexpr, PAGE: tl.constexpr, LATENT: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr, KIND: tl.constexpr, C: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """The running (largest score, sum of weights, sum of weighted values) after KEYS more positions; scores are in powers of two.
+    K, KS, V, VS: of the key head; table: of the sequence. Without MASKED every row must see all of the positions."""
+    at = start + tl.arange(0, KEYS)
+    valid = (at < high) & (at >= first) if MASKED else at >= 0
+    page = tl.load(table + at // PAGE, mask=valid, other=0).to(tl.int64)
+    slot = page * PAGE + at % PAGE
+    k = tl.load(K + slot[None, :] * n + d[:, None], mask=valid[None, :] & (d < n)[:, None], other=0.0)
+    k = _numbers(k, KIND, C)
+    if LATENT:
+        k = _scaled(k, KS, slot * ks_slot, valid, KIND).to(C)
+        k2 = tl.load(V + slot[None, :] * n2 + d2[:, None], mask=valid[None, :] & (d2 < n2)[:, None], other=0.0)
+        s = tl.dot(q, k, input_precision="ieee")
+        s += _scaled(tl.dot(q2, _numbers(k2, KIND, C), input_precision="ieee"), VS, slot * vs_slot, valid, KIND)
+    else:
+        s = _scaled(tl.dot(q, k, input_precision="ieee"), KS, slot * ks_slot, valid, KIND)
+    s = s * scale
+    if SOFTCAP:
+        s = tanh(s / softcap) * softcap
+    s = s * 1.4426950408889634
+    if MASKED:
+        seen = valid[None, :] & (position >= 0)[:, None]
+        if CAUSAL:
+            seen = seen & (at[None, :] <= position[:, None])
+        if WINDOW:
+            seen = seen & (at[None, :] > position[:, None] - window)
+        s = tl.where(seen, s, float("-inf"))
+    top = tl.maximum(m, tl.max(s, 1))
+    base = tl.where(top == float("-inf"), 0.0, top)
+    p, kept = tl.exp2(s - base[:, None]), tl.exp2(m - base)
+    total = total * kept + tl.sum(p, 1)
+    if LATENT:
+        v = tl.trans(k)
+    else:
+        v = tl.load(V + slot[:, None] * n + d[None, :], mask=valid[:, None] & (d < n)[None, :], other=0.0)
+        v = _numbers(v, KIND, C)
+        p = _scaled(p, VS, slot * vs_slot, valid, KIND)
+    acc = acc * kept[:, None] + tl.dot(p.to(C), v, input_precision="ieee")
+    return top, total, acc
+
+
+# Reads the keys and values of a tile's sequence once: 2 * keys * n numbers for each key head (LATENT: keys * (rank + rope_dim)),
+# and does 4 * rows * keys * n operations. Prefill has a tile for every ROWS rows, so that keys are read rows / ROWS times, from the
+# cache of the chip but for the first; a decode of G heads reads them once and does G operations a byte of 16-bit keys.
 @triton.jit
 def _attend(
     Q, Q2, K, KS, V, VS, table, starts, contexts, sinks, OUT, PART, STATE,
@@ -104,6 +160,7 @@ def _attend(
     if FEW:
         seq, within = tile // tiles, tile % tiles
     else:
+        tile = tl.num_programs(0) - 1 - tile  # the longest first, so that none is left over at the end
         seq = _sequence_of(tile, starts, seqs, G, ROWS)
         within = tile - _first_tile(starts, seq, G, ROWS)
     begin, queries, context, first, stop = _span(starts, contexts, seq, within, G, window, ROWS, CAUSAL, WINDOW)
@@ -120,53 +177,30 @@ def _attend(
     r, d, d2 = within * ROWS + tl.arange(0, ROWS), tl.arange(0, D), tl.arange(0, D2)
     query, real, whole = r // G, r < queries * G, d < n
     h, token = head * G + r % G, (begin + query).to(tl.int64)
-    position = context - queries + query
+    position = tl.where(real, context - queries + query, -1)
     q = tl.load(Q + (token * q_token + h * q_head)[:, None] + d[None, :], mask=real[:, None] & whole[None, :], other=0.0).to(C)
+    q2 = q
     if LATENT:
         second = real[:, None] & (d2 < n2)[None, :]
         q2 = tl.load(Q2 + (token * q2_token + h * q2_head)[:, None] + d2[None, :], mask=second, other=0.0).to(C)
     m, total = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, D], tl.float32)
-    for start in range(low, high, KEYS):
-        at = start + tl.arange(0, KEYS)
-        valid = (at < high) & (at >= first)
-        page = tl.load(table + seq * table_stride + at // PAGE, mask=valid, other=0).to(tl.int64)
-        slot = page * PAGE + at % PAGE
-        inside = valid[None, :] & whole[:, None]
-        k = tl.load(K + head * k_head + slot[None, :] * n + d[:, None], mask=inside, other=0.0)
-        k = _numbers(k, KIND, C)
-        if LATENT and KIND != "":
-            k = (k * tl.load(KS + slot * ks_slot, mask=valid, other=0.0).to(tl.float32)[None, :]).to(C)
-        s = tl.dot(q, k, input_precision="ieee")
-        if LATENT:
-            k2 = tl.load(V + slot[None, :] * n2 + d2[:, None], mask=valid[None, :] & (d2 < n2)[:, None], other=0.0)
-            more = tl.dot(q2, _numbers(k2, KIND, C), input_precision="ieee")
-            if KIND != "":
-                more = more * tl.load(VS + slot * vs_slot, mask=valid, other=0.0).to(tl.float32)[None, :]
-            s += more
-        elif KIND != "":
-            s = s * tl.load(KS + head * ks_head + slot * ks_slot, mask=valid, other=0.0).to(tl.float32)[None, :]
-        s = s * scale
-        if SOFTCAP:
-            s = tanh(s / softcap) * softcap
-        seen = valid[None, :] & real[:, None]
-        if CAUSAL:
-            seen = seen & (at[None, :] <= position[:, None])
-        if WINDOW:
-            seen = seen & (at[None, :] > position[:, None] - window)
-        s = tl.where(seen, s * 1.4426950408889634, float("-inf"))
-        top = tl.maximum(m, tl.max(s, 1))
-        base = tl.where(top == float("-inf"), 0.0, top)
-        p, kept = tl.exp2(s - base[:, None]), tl.exp2(m - base)
-        total, m = total * kept + tl.sum(p, 1), top
-        if LATENT:
-            v = tl.trans(k)
-        else:
-            stored = tl.load(V + head * v_head + slot[:, None] * n + d[None, :], mask=valid[:, None] & whole[None, :], other=0.0)
-            v = _numbers(stored, KIND, C)
-            if KIND != "":
-                p = p * tl.load(VS + head * vs_head + slot * vs_slot, mask=valid, other=0.0).to(tl.float32)[None, :]
-        acc = acc * kept[:, None] + tl.dot(p.to(C), v, input_precision="ieee")
+    K, KS, V, VS = K + head * k_head, KS + head * ks_head, V + head * v_head, VS + head * vs_head
+    table += seq * table_stride
+    middle = low
+    if not WINDOW and not FEW:  # up to here every row sees every position
+        sure = tl.minimum(high, context - queries + within * ROWS // G + 1) if CAUSAL else high
+        middle = low + tl.maximum(sure - low, 0) // KEYS * KEYS
+        for start in range(low, middle, KEYS):
+            m, total, acc = _step(
+                start, first, high, q, q2, K, KS, V, VS, table, position, m, total, acc, ks_slot, vs_slot, scale, softcap, window,
+                n, n2, d, d2, KEYS, PAGE, LATENT, CAUSAL, WINDOW, SOFTCAP, KIND, C, False,
+            )  # fmt: skip
+    for start in range(middle, high, KEYS):
+        m, total, acc = _step(
+            start, first, high, q, q2, K, KS, V, VS, table, position, m, total, acc, ks_slot, vs_slot, scale, softcap, window,
+            n, n2, d, d2, KEYS, PAGE, LATENT, CAUSAL, WINDOW, SOFTCAP, KIND, C, True,
+        )  # fmt: skip
     if FEW:
         row = (seq * tl.num_programs(2) + part).to(tl.int64) * few * heads + query * heads + h
         tl.store(STATE + row * 2, m, mask=real)
@@ -225,15 +259,15 @@ def tiles(few: bool, group: int, width: int, dtype: torch.dtype, kind: str, devi
     chip, wide = capability(device), dtype == torch.float32
     roomy, warpgroups = chip in (80, 90, 100, 103), chip in (90, 100, 103)
     if width > 256:
-        return Tile(16, 16, 4, 1) if wide else Tile(32 if roomy else 16, 32, 8, 2 if roomy else 1)
+        return Tile(16, 16, 4, 1) if wide else (Tile(16 if kind else 32, 32, 8, 3) if roomy else Tile(16, 32, 4, 1))
     if few:
         rows = FEW_ROWS if group <= FEW_ROWS or wide else min(power(group), 64)
-        return Tile(rows, 32 if wide or width > 128 else 64, 4, 4 if roomy else 3)
+        return Tile(rows, 32 if wide or width > 128 else 64, 4, 5 if roomy else 3)
     if wide:
-        return Tile(16, 32, 4, 1) if width > 128 else Tile(32, 32, 4, 2)
+        return Tile(16, 32, 4, 1) if width > 128 else Tile(32, 32, 4, 3)
     if width > 128:
-        return Tile(64, 32, 8, 2) if warpgroups else Tile(32, 32, 4, 2)
-    return Tile(64 if kind else 128, 64, 8, 2) if warpgroups else Tile(64, 32, 4, 3)
+        return Tile(64, 32, 8, 3) if warpgroups else Tile(32, 32, 4, 3)
+    return Tile(64 if kind else 128, 64, 8, 3) if warpgroups else Tile(64, 32, 8, 3)
 
 
 class _Call(NamedTuple):
@@ -309,8 +343,8 @@ def paged_attention(
 ) -> Tensor:  # fmt: skip
     """The operator paged_attention of q[tokens, heads, n].
 
-    block_table int32[seqs, blocks], query_starts int32[seqs + 1], context_lens int32[seqs]. max_queries, max_context: no sequence of
-    the step has more queries in it, or a longer context. Rows that belong to no sequence are left as they are. Products are made
+    block_table int32[seqs, blocks], query_starts int32[seqs + 1], context_lens int32[seqs]. max_queries, max_context: no sequence
+    of the step has more queries in it, or a longer context. Rows that belong to no sequence are left as they are. Products are made
     in q's dtype (in float32 if the keys are), sums in float32.
     """
     return _run(
@@ -329,7 +363,7 @@ def latent_attention(
     paged_attention. Each latent row is read once a tile and serves as key and as value."""
     return _run(
         _Call(
-            q_latent, q_rope, latents, ropes, block_table, query_starts, context_lens, None, page_size, max_queries, max_context, scale,
-            None, None, True, True,
+            q_latent, q_rope, latents, ropes, block_table, query_starts, context_lens, None, page_size, max_queries, max_context,
+            scale, None, None, True, True,
         )
     )  # fmt: skip

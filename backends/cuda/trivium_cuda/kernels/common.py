@@ -93,8 +93,10 @@ def quantised(x, scale, KIND: tl.constexpr):
     """float32 x over its scale as bytes: int8, or those of float8_e4m3fn; a scale of 0 gives zeros."""
     q = tl.div_rn(x, tl.where(scale == 0.0, float("inf"), scale) + tl.zeros_like(x))
     if KIND == "int8":
-        return round_even(tl.minimum(tl.maximum(q, -127.0), 127.0)).to(tl.int8)
-    return to_e4m3(q)
+        code = round_even(tl.minimum(tl.maximum(q, -127.0), 127.0)).to(tl.int8)
+    else:
+        code = to_e4m3(q)
+    return code
 
 
 @triton.jit

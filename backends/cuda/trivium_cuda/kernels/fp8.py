@@ -80,8 +80,9 @@ def linear_rows(
     out = torch.empty((m, n), dtype=dtype, device=numbers.device)
     if not m:
         return out
-    native = capability(numbers.device) >= NATIVE
-    tile, columns, warps = (16, 64, 4) if invariant or m <= 32 else (64, 64, 4) if m <= 256 or not native else (128, 128, 8)
+    chip = capability(numbers.device)
+    native, warpgroups = chip >= NATIVE, chip in (90, 100, 103)
+    tile, columns, warps = (16, 64, 4) if invariant or m <= 32 else (64, 64, 4) if m <= 256 or not warpgroups else (128, 128, 8)
     x, y = (rows.numbers, numbers) if native else (rows.numbers.view(torch.uint8), w.raw)
     _bytes[(triton.cdiv(m, tile), triton.cdiv(n, columns))](
         x, rows.scales, y, scales, out if bias is None else bias, out, m, n, k, rows.scales.stride(0), int(blocked), w.scale_row,

@@ -13,10 +13,10 @@ MX_GROUP = 32
 
 
 class Packed(NamedTuple):
-    """codes uint8[..., in / 2, out]: the inputs in runs of 2 * half; byte j of a run has input j in its low and input half + j in its
-    high bits, so that both are neighbours of their like in a tile. scales[..., groups, out]: of int4 any float type; of MXFP4 uint8,
-    an exponent plus 127. zeros[..., groups, out], exact in the activations' dtype; None: 8. order int32[in] or None: input i of
-    the codes is input order[i] of x. group: inputs of a group. inputs: their number without what fills up the last run."""
+    """codes uint8[..., in / 2, out]: the inputs in runs of 2 * half; byte j of a run has input j in its low and input half + j in
+    its high bits, so that both are neighbours of their like in a tile. scales[..., groups, out]: of int4 any float type; of MXFP4
+    uint8, an exponent plus 127. zeros[..., groups, out], exact in the activations' dtype; None: 8. order int32[in] or None: input i
+    of the codes is input order[i] of x. group: inputs of a group. inputs: their number without what fills up the last run."""
 
     codes: Tensor
     scales: Tensor

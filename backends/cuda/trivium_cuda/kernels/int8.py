@@ -25,9 +25,7 @@ def linear(x: Tensor, numbers: Tensor, scales: Tensor, bias: Tensor | None = Non
 # Reads the weight once for every ROWS rows (n * k bytes), x once for every COLUMNS columns, and does 2 * m * n * k operations of
 # whole numbers, exactly: the order of the sum does not matter.
 @triton.jit
-def _whole(
-    X, XS, W, WS, bias, OUT, m, n, k, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, BIASED: tl.constexpr
-):
+def _whole(X, XS, W, WS, bias, OUT, m, n, k, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, BIASED: tl.constexpr):
     r, c = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     live, inside, wide = r < m, c < n, r.to(tl.int64)
     acc = tl.zeros([ROWS, COLUMNS], tl.int32)
@@ -50,7 +48,7 @@ def linear_rows(rows: Rows, numbers: Tensor, scales: Tensor, bias: Tensor | None
     if m:
         tile, columns, warps = (16, 64, 4) if m <= 32 else (64, 64, 4) if m <= 256 else (128, 128, 8)
         _whole[(triton.cdiv(m, tile), triton.cdiv(n, columns))](
-            rows.numbers, rows.scales, numbers, scales, out if bias is None else bias, out, m, n, k, ROWS=tile, COLUMNS=columns, DEPTH=128,
-            BIASED=bias is not None, num_warps=warps, num_stages=3,
+            rows.numbers, rows.scales, numbers, scales, out if bias is None else bias, out, m, n, k, ROWS=tile, COLUMNS=columns,
+            DEPTH=128, BIASED=bias is not None, num_warps=warps, num_stages=3,
         )  # fmt: skip
     return out

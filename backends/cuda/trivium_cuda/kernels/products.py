@@ -87,8 +87,8 @@ def _small_float(code):
 
 @triton.jit
 def _scaled_half(
-    acc, code, X, at, order, i, k, live, S, Z, g, group, c, n, inside, KIND: tl.constexpr, ZEROS: tl.constexpr, ORDERED: tl.constexpr,
-    C: tl.constexpr,
+    acc, code, X, at, order, i, k, live, S, Z, g, group, c, n, inside,
+    KIND: tl.constexpr, ZEROS: tl.constexpr, ORDERED: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """acc + x · numbers * scale of the inputs i, which are all of one group g; code: uint8[inputs, columns]. The last run may be
     filled up by a group that isn't there."""
@@ -108,11 +108,12 @@ def _scaled_half(
     return acc + tl.dot(x, w.to(C), input_precision="ieee") * factor[None, :]
 
 
-# Reads the weight once for every ROWS rows (n * k numbers of 2 to 0.5 bytes, and scales), x once for every COLUMNS columns, and does
-# 2 * m * n * k operations. With parts it writes and reads 4 * parts * m * n bytes more.
+# Reads the weight once for every ROWS rows (n * k numbers of 2 to 0.5 bytes, and scales), x once for every COLUMNS columns, and
+# does 2 * m * n * k operations. With parts it writes and reads 4 * parts * m * n bytes more.
 @triton.jit
 def _product(
-    X, W, S, Z, order, bias, OUT, experts, rows_of, m, n, k, x_row, expert_w, expert_s, group, scale_row, scale_block, share, divisor,
+    X, W, S, Z, order, bias, OUT, experts, rows_of,
+    m, n, k, x_row, expert_w, expert_s, group, scale_row, scale_block, share, divisor,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, KIND: tl.constexpr, ZEROS: tl.constexpr, ORDERED: tl.constexpr,
     BIASED: tl.constexpr, ROUTED: tl.constexpr, PARTS: tl.constexpr, BLOCKED: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
@@ -174,16 +175,18 @@ def _add_parts(PARTIAL, bias, OUT, size, n, PARTS: tl.constexpr, BLOCK: tl.const
 
 def plan(m: int, w: Matrix, dtype: torch.dtype, device: torch.device, *, invariant: bool, routed: int = 0) -> Plan:
     """`routed`: rows of a block of Routes."""
-    roomy, wide = capability(device) in (80, 90, 100, 103), dtype == torch.float32
-    depth = 2 * w.half if w.packed else 128 if w.scale_block else 32 if wide else 64 if m > 32 else 128
+    chip, wide = capability(device), dtype == torch.float32
+    roomy, warpgroups = chip in (80, 90, 100, 103), chip in (90, 100, 103)
+    depth = 2 * w.half if w.packed else 32 if wide else 64 if m > 32 or w.scale_block else 128
     few = routed <= 16 if routed else invariant or m <= 32
     if few:
         stages = 1 if wide else 4 if roomy else 3
         parts = 1 if routed else _parts(w, 64, depth)
         return Plan(16, 64, depth, parts, 4, stages)
-    if wide or (routed or m) <= 64:
+    if wide or (routed or m) <= 64 or (w.packed and not warpgroups):
         return Plan(routed or 32 if wide else 64, 64, depth, 1, 4, 1 if wide else 3 if roomy else 2)
-    return Plan(routed or 128, 128, depth, 1, 8, 3 if roomy and not w.scale_block else 2)
+    columns = 64 if w.packed else 128  # a group's own sum takes as many registers as the sum of all
+    return Plan(routed or 128, columns, depth, 1, 8, 3 if roomy and not w.scale_block else 2)
 
 
 def _parts(w: Matrix, columns: int, depth: int) -> int:
@@ -216,8 +219,8 @@ def product(
         "BLOCKED": w.scale_block > 0, "C": TYPES[dtype],
     }  # fmt: skip
     _product[(blocks, triton.cdiv(w.n, p.columns), parts)](
-        x, w.raw, scales, scales if w.zeros is None else w.zeros, x if w.order is None else w.order, x if bias is None else bias, to,
-        routes.experts if routes else x, routes.rows if routes else x, m, w.n, w.k, x.stride(0), w.numbers.stride(0),
+        x, w.raw, scales, scales if w.zeros is None else w.zeros, x if w.order is None else w.order, x if bias is None else bias,
+        to, routes.experts if routes else x, routes.rows if routes else x, m, w.n, w.k, x.stride(0), w.numbers.stride(0),
         scales.stride(0), w.group, w.scale_row, w.scale_block, share, routes.divisor if routes else 1, num_warps=p.warps,
         num_stages=p.stages, **constants,
     )  # fmt: skip

@@ -21,7 +21,7 @@ class Store(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """"" for floats, else "int8", "fp8" or "fp8 given"."""
+        """ "" for floats, else "int8", "fp8" or "fp8 given"."""
         if self.scales is None:
             return ""
         if self.numbers.dtype == torch.int8:
@@ -54,11 +54,12 @@ def row_scale(top, SCALES, at, KIND: tl.constexpr):
 def as_stored(x, scale, STORED: tl.constexpr, KIND: tl.constexpr):
     """float32 x in the form of a store."""
     if KIND == "":
-        return x.to(STORED)
+        y = x.to(STORED)
     elif KIND == "int8":
-        return quantised(x, scale, "int8")
+        y = quantised(x, scale, "int8")
     else:
-        return quantised(x, scale, "fp8")
+        y = quantised(x, scale, "fp8")
+    return y
 
 
 @triton.jit
@@ -156,7 +157,8 @@ def latent_write(latents: Store, ropes: Store, latent: Tensor, rope: Tensor, slo
 
 def _launch(
     q: Tensor, k: Tensor | None, v: Tensor | None, weights: tuple[Tensor, Tensor] | None, positions: Tensor, inv_freq: Tensor,
-    stores: tuple[Store, Store] | None, slots: Tensor | None, *, interleaved: bool, scale: float, eps: float = 0.0, offset: float = 0.0,
+    stores: tuple[Store, Store] | None, slots: Tensor | None,
+    *, interleaved: bool, scale: float, eps: float = 0.0, offset: float = 0.0,
 ) -> Tensor:  # fmt: skip
     tokens, heads, n = q.shape
     out = torch.empty((tokens, heads, n), dtype=q.dtype, device=q.device)

@@ -1,5 +1,5 @@
-"""The sampler in the arithmetic that ops.sample prescribes: single float32 operations and sums of whole numbers, so that ids are the
-reference's, bit for bit.
+"""The sampler in the arithmetic that ops.sample prescribes: single float32 operations and sums of whole numbers, so that ids are
+the reference's, bit for bit.
 
 A row of the vocabulary is cut into chunks that are worked on side by side. Nothing is sorted: top-k and top-p look for the last
 candidate that stays, four bits of its distance from the peak in a pass, by counting, or weighing, the candidates of each of the 16
@@ -194,7 +194,7 @@ def _uniform(seed, position):
 
 @triton.jit
 def _candidates(X, best, temperature, row, chunk, vocab, x_row, CHUNK: tl.constexpr):
-    """(distance from the peak as the bits of a float, e, w) of a chunk's ids; w is 0 and the distance 2**31 - 1 where one is gone."""
+    """(distance from the peak as the bits of a float, e, w) of a chunk's ids; w is 0 and the distance 2**31 - 1 where one left."""
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
     t = tl.load(temperature + row) + tl.zeros([CHUNK], tl.float32)
     t = tl.where(t > 0.0, t, 1.0)
@@ -296,8 +296,8 @@ def _weigh(
 ):  # fmt: skip
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     w = _left(
-        X, best, temperature, k_states, k_sums, top_k, p_states, p_sums, top_p, min_p, row, chunk, chunks, vocab, x_row, TOP_K, TOP_P,
-        MIN_P, CHUNKS, CHUNK,
+        X, best, temperature, k_states, k_sums, top_k, p_states, p_sums, top_p, min_p, row, chunk, chunks, vocab, x_row, TOP_K,
+        TOP_P, MIN_P, CHUNKS, CHUNK,
     )  # fmt: skip
     tl.store(WEIGHTS + row * chunks + chunk, tl.sum(w, 0))
 
@@ -323,8 +323,8 @@ def _choose(
             chunk = tl.sum(((upto <= wanted) & (i < chunks)).to(tl.int32), 0)
             before = tl.sum(tl.where(i < chunk, sums, 0), 0)
             w = _left(
-                X, best, temperature, k_states, k_sums, top_k, p_states, p_sums, top_p, min_p, row, chunk, chunks, vocab, x_row, TOP_K,
-                TOP_P, MIN_P, CHUNKS, CHUNK,
+                X, best, temperature, k_states, k_sums, top_k, p_states, p_sums, top_p, min_p, row, chunk, chunks, vocab, x_row,
+                TOP_K, TOP_P, MIN_P, CHUNKS, CHUNK,
             )  # fmt: skip
             passed = (before + tl.cumsum(w, 0) <= wanted).to(tl.int64)
             id = chunk.to(tl.int64) * CHUNK + tl.sum(passed, 0)
@@ -395,6 +395,11 @@ def _search(x: Tensor, best: Tensor, c: Columns, vocab: int, limit: Tensor, afte
     return found
 
 
+def _end(found: Search | None, limit: Tensor, none: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What _staying needs of a finished search."""
+    return (found.states[-1], found.sums[-1], limit) if found else (none, none, limit)
+
+
 def choose(x: Tensor, c: Columns, vocab: int, features: Features) -> Tensor:
     """Stages 5 to 13 of edited logits x[R, >= vocab]: int32[R]."""
     rows, chunks, f = len(x), triton.cdiv(vocab, CHUNK), features
@@ -403,7 +408,7 @@ def choose(x: Tensor, c: Columns, vocab: int, features: Features) -> Tensor:
     weights = torch.empty((rows, chunks), dtype=torch.int64, device=x.device)
     k = _search(x, best, c, vocab, c.top_k, None) if f.draws and f.top_k else None
     p = _search(x, best, c, vocab, c.top_p, k) if f.draws and f.top_p else None
-    ends = [t for s, limit in ((k, c.top_k), (p, c.top_p)) for t in ((s.states[-1], s.sums[-1], limit) if s else (best, best, limit))]
+    ends = [*_end(k, c.top_k, best), *_end(p, c.top_p, best)]
     shared: dict[str, Any] = {"TOP_K": f.top_k, "TOP_P": f.top_p, "MIN_P": f.min_p, "CHUNKS": power(chunks), "CHUNK": CHUNK}
     compiled: dict[str, Any] = {"num_warps": 8, "enable_fp_fusion": False}
     if f.draws:

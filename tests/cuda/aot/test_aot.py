@@ -1,0 +1,140 @@
+"""Every kernel, compiled ahead of time as its launcher would launch it on each chip: nothing spilled, shared memory within what the
+chip has, matrix instructions where matrices are multiplied."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from triton_aot import CHIPS, builds, meta, torch
+
+from trivium_cuda.kernels import activations, attention, experts, fp8, int4, int8, norms, quantise, recurrent, rotary, sampler
+
+F32, I32, I64, I8, U8, E4M3 = torch.float32, torch.int32, torch.int64, torch.int8, torch.uint8, torch.float8_e4m3fn
+MULTIPLY = {"_attend", "_product", "_whole", "_bytes"}
+"""Kernels that must use the matrix units."""
+NEWEST = {90: "wgmma.mma_async", 100: "tcgen05.mma"}
+"""What tiles of 64 rows and more must use there; smaller ones are mma.sync everywhere."""
+
+
+def store(heads: int, n: int, dtype: Any) -> rotary.Store:
+    scales = meta(heads, 8192, 1) if dtype in (I8, E4M3) else None
+    return rotary.Store(meta(heads, 8192, n, dtype=dtype), scales)
+
+
+def where() -> tuple[Any, ...]:
+    """Block table, query starts and context lengths of 8 sequences."""
+    return meta(8, 256, dtype=I32), meta(9, dtype=I32), meta(8, dtype=I32)
+
+
+BOUNDS: dict[str, Any] = {"page_size": 16, "max_queries": 512, "max_context": 4096, "scale": 0.1}
+
+
+def paged(n: int, kv: Any = torch.bfloat16, dtype: Any = torch.bfloat16, sinks: bool = False, **attrs: Any) -> Callable[[], Any]:
+    return lambda: attention.paged_attention(
+        meta(520, 32, n, dtype=dtype), store(8, n, kv), store(8, n, kv), *where(), meta(32) if sinks else None, **BOUNDS, **attrs
+    )
+
+
+def latent(kv: Any = torch.bfloat16) -> Any:
+    q, q_rope = meta(520, 16, 512), meta(520, 16, 64)
+    return attention.latent_attention(q, q_rope, store(1, 512, kv), store(1, 64, kv), *where(), **BOUNDS)
+
+
+def packed(
+    out: int, inputs: int, group: int, scales: Any = torch.float16, order: bool = False, experts: tuple[int, ...] = ()
+) -> int4.Packed:
+    points = None if scales == U8 else meta(*experts, inputs // group, out, dtype=scales)
+    codes, of_groups = meta(*experts, inputs // 2, out, dtype=U8), meta(*experts, inputs // group, out, dtype=scales)
+    return int4.Packed(codes, of_groups, points, meta(inputs, dtype=I32) if order else None, group, inputs)
+
+
+def small(kind: str, m: int) -> Callable[[], Any]:
+    """Products of m rows of 4096 with 4096 outputs."""
+    x, channel, blocks = meta(m, 4096), meta(4096, 1, dtype=F32), meta(32, 32, dtype=F32)
+    whole, floats = meta(4096, 4096, dtype=I8), meta(4096, 4096, dtype=E4M3)
+    rows = {dtype: quantise.Rows(meta(m, 4096, dtype=dtype), meta(m, 1, dtype=F32)) for dtype in (I8, E4M3)}
+    in_blocks = quantise.Rows(rows[E4M3].numbers, meta(m, 32, dtype=F32))
+    made: dict[str, Callable[[], Any]] = {
+        "int4 of 128": lambda: int4.linear(x, packed(4096, 4096, 128)),
+        "int4 of 32": lambda: int4.linear(x, packed(4096, 4096, 32), meta(4096)),
+        "int4 in another order": lambda: int4.linear(x, packed(4096, 4096, 128, order=True)),
+        "mxfp4": lambda: int4.linear(x, packed(4096, 4096, 32, U8)),
+        "int8": lambda: int8.linear(x, whole, channel),
+        "int8 rows": lambda: int8.linear_rows(rows[I8], whole, channel, None, x.dtype),
+        "fp8": lambda: fp8.linear(x, floats, channel),
+        "fp8 in blocks": lambda: fp8.linear(x, floats, blocks),
+        "fp8 rows": lambda: fp8.linear_rows(rows[E4M3], floats, channel, None, x.dtype),
+        "fp8 rows in blocks": lambda: fp8.linear_rows(in_blocks, floats, blocks, None, x.dtype),
+    }
+    return made[kind]
+
+
+KINDS = (
+    "int4 of 128", "int4 of 32", "int4 in another order", "mxfp4", "int8", "int8 rows", "fp8", "fp8 in blocks", "fp8 rows",
+    "fp8 rows in blocks",
+)  # fmt: skip
+
+
+def routed(tokens: int, how: str) -> Callable[[], Any]:
+    """8 experts of 1024 by 2048, each token with 2."""
+    if how == "float":
+        weights = meta(8, 1024, 2048), meta(8, 1024, 2048), meta(8, 2048, 1024)
+    else:
+        of, group = (U8, 32) if how == "mxfp4" else (torch.float16, 128)
+        weights = (*(packed(1024, 2048, group, of, experts=(8,)) for _ in range(2)), packed(2048, 1024, group, of, experts=(8,)))
+    return lambda: experts.moe_experts(meta(tokens, 2048), meta(tokens, 2, dtype=F32), meta(tokens, 2, dtype=I32), *weights)
+
+
+def turned(kv: Any) -> Any:
+    q, k, norm = meta(64, 32, 128), meta(64, 8, 128), meta(128)
+    tables = meta(64, dtype=I32), meta(64, dtype=F32)
+    return rotary.norm_rope_write(q, k, k, norm, norm, *tables, store(8, 128, kv), store(8, 128, kv), meta(64, dtype=I64), eps=1e-5)
+
+
+def sampled() -> Any:
+    """All stages, of 8 rows of 128,256."""
+    f, i, wide = meta(8, dtype=F32), meta(8, dtype=I32), meta(8, dtype=I64)
+    entries, numbers = meta(64, dtype=I32), meta(64, dtype=F32)
+    seen, bias, mask = (entries, entries, entries), (entries, entries, numbers), meta(8, 4008, dtype=I32)
+    columns = sampler.Columns(f, i, f, f, wide, wide, f, f, f, i, *seen, *bias, mask)
+    every = sampler.Features(True, True, True, True)
+    return sampler.sample(meta(8, 128256), columns, vocab_size=128256, features=every, top_logprobs=5)
+
+
+def delta() -> Any:
+    qk, gates, where = meta(64, 32, 128), meta(64, 32), (meta(8, dtype=I32), meta(9, dtype=I32), meta(8, dtype=I32))
+    return recurrent.gated_delta_rule(qk, qk, qk, gates, gates, meta(9, 32, 128, 128, dtype=F32), *where, scale=0.1)
+
+
+CALLS: dict[str, Callable[[], Any]] = {
+    "add and norm": lambda: norms.add_rms_norm(meta(64, 4096), meta(64, 4096), meta(4096), 1e-5),
+    "add and norm to int8": lambda: norms.add_rms_norm_quantise(meta(64, 8192), meta(64, 8192), meta(8192), 1e-5, kind="int8"),
+    "norm to fp8": lambda: norms.rms_norm_quantise(meta(64, 4096), meta(4096), 1e-5, kind="fp8"),
+    "gate": lambda: activations.gated(meta(64, 14336), meta(64, 14336), limit=7.0, alpha=1.702, up_offset=1.0),
+    "gate to int8": lambda: activations.gated_quantise(meta(64, 14336), meta(64, 14336), kind="gelu_tanh", quantise="int8"),
+    "blocks to fp8": lambda: quantise.quantise_blocks(meta(64, 4096)),
+    "norm, rope and write": lambda: turned(torch.bfloat16),
+    "norm, rope and write int8": lambda: turned(I8),
+    "norm, rope and write fp8": lambda: turned(E4M3),
+    **{f"attention, heads of {n}": paged(n) for n in (64, 80, 128, 256)},
+    "attention with all options": paged(128, sinks=True, window=1024, softcap=30.0),
+    "attention in float32": paged(64, F32, F32),
+    "attention over int8": paged(128, I8),
+    "attention over fp8": paged(128, E4M3, window=4096),
+    "latent attention": latent,
+    "latent attention over fp8": lambda: latent(E4M3),
+    "delta rule": delta,
+    "sampler": sampled,
+    **{f"{kind}, {m} rows": small(kind, m) for kind in KINDS for m in (1, 64, 2048)},
+    **{f"experts of {how}, {tokens} tokens": routed(tokens, how) for how in ("float", "int4", "mxfp4") for tokens in (4, 512)},
+}
+
+
+@pytest.mark.parametrize("capability", CHIPS)
+@pytest.mark.parametrize("name", CALLS)
+def test_a_launch_fits_the_chip_and_uses_its_matrix_units(name: str, capability: int) -> None:
+    made = builds(CALLS[name], capability)
+    used = [kind for b in made if b.name in MULTIPLY and name != "attention in float32" for kind in [b.matrix]]
+    assert all(used), f"{name}: a product without matrix instructions"
+    if capability in NEWEST and name.endswith(("64 rows", "2048 rows", "heads of 128")):
+        assert any(NEWEST[capability] in kinds for kinds in used), f"{name}: {used}"
