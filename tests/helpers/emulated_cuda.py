@@ -219,8 +219,8 @@ class EmulatedBackend(CudaBackend):
     name = "cuda_emulated"
     priority = -300
 
-    def __init__(self, devices: tuple[EmulatedDevice, ...]) -> None:
-        super().__init__(lambda: devices)
+    def __init__(self, devices: tuple[EmulatedDevice, ...] | None = None) -> None:
+        super().__init__(lambda: DEVICES if devices is None else devices)
 
 
 DEVICES = (EmulatedDevice(),)

@@ -118,30 +118,26 @@ class RanksSession(Session):
         import torch
         import torch.distributed as dist
 
-        if self._on_host:  # else each rank would take all processors
-            options.setdefault("threads", max(1, torch.get_num_threads() // self._ranks))
+        threads = max(1, torch.get_num_threads() // self._ranks) if self._on_host else 1  # else each would take all processors
         kind = torch.device(backend.torch_device(devices[0]))
         head = {
             "backend": f"{type(backend).__module__}:{type(backend).__qualname__}", "ranks": self._ranks, "options": options,
             "collective": dist.get_default_backend_for_device(kind), "store": f"file://{Path(self._folder.name) / 'store'}",
         }  # fmt: skip
         for _ in devices:
-            self._spawn()
+            self._spawn(threads)
         ticket = self._post([
-            Message({**head, "rank": rank, "index": d.index, "device": d.name}) for rank, d in enumerate(devices)
+            Message({**head, "rank": rank, "index": d.index}) for rank, d in enumerate(devices)
         ], meets=True)  # fmt: skip
         self.settle(ticket, START_SECONDS)
 
-    def _spawn(self) -> None:
+    def _spawn(self, threads: int) -> None:
         mine, theirs = socket.socketpair()
         with theirs:
             command = [sys.executable, "-m", "trivium_torch.ranks.worker", str(theirs.fileno())]
             path = os.pathsep.join(p for p in sys.path if p)
-            self._processes.append(
-                subprocess.Popen(
-                    command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": path}
-                )
-            )
+            env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": str(threads)}
+            self._processes.append(subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=env))
         self._ends.append(mine)
         self._wires.append(Wire(mine))
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from trivium.errors import BackendError, TriviumError
 from trivium.ops import Call, KVSpec, Pattern, Weight, rewrite
-from trivium.plugin import Device, Executable, Session, Step, select_kernels
+from trivium.plugin import Executable, Session, Step, select_kernels
 from trivium_torch.ranks import data
 from trivium_torch.ranks.data import Array, Message
 from trivium_torch.ranks.wire import Gone, Wire
@@ -40,7 +40,7 @@ class Rank:
         head = hello.head
         module, _, name = head["backend"].partition(":")
         backend = getattr(importlib.import_module(module), name)()
-        device = Device(head["index"], head["device"])
+        device = backend.probe().devices[head["index"]]
         collective = head["collective"]
         dist.init_process_group(collective, init_method=head["store"], rank=head["rank"], world_size=head["ranks"])
         self._kernels = tuple(backend.kernels(device))
