@@ -227,9 +227,10 @@ def test_a_damaged_or_foreign_folder_is_refused(stopped: tuple[Path, Path], text
     (partial / "part-0.safetensors").rename(partial / "gone")
     with pytest.raises(CheckpointError, match="the part 0 is missing"):
         quantise(source, out, Recipe(), reading(text))
-    (partial / "manifest.json").write_text("{")
-    with pytest.raises(CheckpointError, match="is damaged"):
-        quantise(source, out, Recipe(), reading(text))
+    for damage in ("{", "[]", '{"identity": {}, "done": {"0": {}}}', '{"identity": {}, "done": {"0": 5}}'):
+        (partial / "manifest.json").write_text(damage)
+        with pytest.raises(CheckpointError, match="is damaged"):
+            quantise(source, out, Recipe(), reading(text))
     (tmp_path / "new.partial").mkdir()
     (tmp_path / "new.partial" / "thesis.txt").write_text("mine")
     with pytest.raises(InvalidRequestError, match="it is not ours"):
