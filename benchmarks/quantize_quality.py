@@ -33,11 +33,13 @@ FOLDER: Mapping[str, Recipe] = {
     "int4 rtn, no text": Recipe("int4", "int8", "rtn"), "int4 gptq": Recipe("int4", "int8"),
     "int4 gptq, groups of 32": Recipe("int4", "int8", group_size=32), "int4 awq": Recipe("int4", "int8", "awq"),
     "int4 awq+gptq": Recipe("int4", "int8", "awq+gptq"), "int8": Recipe("int8", "int8"),
+    "int4 gptq, int8 for some": Recipe("int4", "int8", group_size=32, modules=(("down_proj|v_proj", "int8"),)),
 }  # fmt: skip
 FILE: Mapping[str, Recipe] = {
     "q4_0 rtn, no text": Recipe("q4_0", "q8_0", "rtn"), "q4_0 gptq": Recipe("q4_0", "q8_0"),
     "q4_0 awq+gptq": Recipe("q4_0", "q8_0", "awq+gptq"), "int4 gptq": Recipe("int4", "q8_0"),
     "int4 awq+gptq": Recipe("int4", "q8_0", "awq+gptq"), "int8": Recipe("int8", "q8_0"),
+    "q4_1 gptq, q8_0 for some": Recipe("q4_1", "q8_0", modules=(("down_proj|v_proj", "q8_0"),)),
 }  # fmt: skip
 """What is made of a folder of safetensors (compressed-tensors), and of a .gguf file. "no text": nothing is calibrated."""
 

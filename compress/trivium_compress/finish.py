@@ -10,20 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from trivium.weights.checkpoint import EMBEDDING, read_json
+from trivium.weights.checkpoint import EMBEDDING, HEAD, read_json
 
+from trivium_compress.grids import Grid
 from trivium_compress.layer import Target
 from trivium_compress.parts import Parts, flush, replacing
-from trivium_compress.recipe import Recipe, weights_scheme
+from trivium_compress.recipe import weights_scheme
 from trivium_compress.source import COPIED, Source
 
 _FILE_TYPES = {"q4_0": 2, "q4_1": 3, "q8_0": 7, "q4_k": 14}
 """general.file_type of a file most of whose tensors are of a kind (the package gguf's LlamaFileType)."""
 
 
-def finish_folder(
-    source: Source, recipe: Recipe, group: int, targets: Mapping[str, Target], parts: Parts, output: Path
-) -> None:  # fmt: skip
+def finish_folder(source: Source, targets: Mapping[str, Target], parts: Parts, output: Path) -> None:
     """Shards, their index, config.json and what belongs to the model; under its name once all is there."""
     result = parts.folder / "result"
     shutil.rmtree(result, ignore_errors=True)
@@ -39,7 +38,7 @@ def finish_folder(
     _write_json(result / "model.safetensors.index.json", index)
     config = read_json(source.path / "config.json")
     if any(wanted.grid is not None for wanted in targets.values()):
-        config["quantization_config"] = quantization_config(source, recipe, group, targets)
+        config["quantization_config"] = quantization_config(source, targets)
     _write_json(result / "config.json", config)
     for file in COPIED:
         if (source.path / file).is_file():
@@ -50,26 +49,28 @@ def finish_folder(
     flush(output.parent)
 
 
-def quantization_config(source: Source, recipe: Recipe, group: int, targets: Mapping[str, Target]) -> dict[str, Any]:
-    """As compressed-tensors has it in config.json: who is rounded how, and which linear modules are not."""
-    modules = {source.file_name(name).removesuffix(".weight"): wanted for name, wanted in targets.items() if wanted.grid}
-    tables = {m for m in modules if m.endswith(("embed_tokens", "lm_head"))}
-    groups: list[tuple[list[str], str, int]] = []
-    if modules.keys() - tables:
-        groups.append((["Linear"], recipe.format, group))
-    if tables:
-        own = {targets[name].grid for name in targets if source.file_name(name).removesuffix(".weight") in tables}
-        groups.append((sorted(tables), recipe.embedding, next(iter(own)).group if own else 0))  # type: ignore[union-attr]
+def quantization_config(source: Source, targets: Mapping[str, Target]) -> dict[str, Any]:
+    """As compressed-tensors has it in config.json: who is rounded how, and which linear modules are not. Most projections go by
+    their class, others, and tables, by name."""
+    schemes: dict[tuple[Grid, int], list[str]] = {}
+    for name, wanted in targets.items():
+        if wanted.grid is not None:
+            schemes.setdefault((wanted.grid, wanted.width), []).append(source.file_name(name).removesuffix(".weight"))
+    tables = {source.file_name(name).removesuffix(".weight") for name in (EMBEDDING, HEAD) if name in targets}
+    inner = {scheme: [m for m in modules if m not in tables] for scheme, modules in schemes.items()}
+    usual = max(inner, key=lambda scheme: len(inner[scheme])) if any(inner.values()) else None
+    named = {s: sorted(modules) if s != usual else ["Linear", *sorted(tables & set(modules))] for s, modules in schemes.items()}
     matrices = (name for name in source.stored if len(source.checkpoint.tensor(name).shape) == 2 and name != EMBEDDING)
-    ignored = {source.file_name(name).removesuffix(".weight") for name in matrices} - modules.keys()
+    rounded = {module for modules in schemes.values() for module in modules}
+    ignored = {source.file_name(name).removesuffix(".weight") for name in matrices} - rounded
     return {
         "quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed",
         "global_compression_ratio": None, "kv_cache_scheme": None, "ignore": sorted(ignored | {"lm_head"} - tables),
         "config_groups": {
             f"group_{i}": {
-                "targets": wanted, "weights": weights_scheme(format, recipe, size), "input_activations": None,
-                "output_activations": None, "format": "pack-quantized",
-            } for i, (wanted, format, size) in enumerate(groups)
+                "targets": found, "weights": weights_scheme(*scheme), "input_activations": None, "output_activations": None,
+                "format": "pack-quantized",
+            } for i, (scheme, found) in enumerate(sorted(named.items(), key=lambda item: item[0] != usual))
         },
     }  # fmt: skip
 
@@ -86,9 +87,7 @@ def _write_json(path: Path, value: Any) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n", "utf-8")
 
 
-def finish_gguf(
-    source: Source, recipe: Recipe, group: int, targets: Mapping[str, Target], parts: Parts, output: Path
-) -> None:  # fmt: skip
+def finish_gguf(source: Source, targets: Mapping[str, Target], parts: Parts, output: Path) -> None:
     """One file, by the format's own package: the source's metadata, its tensors in their order."""
     import gguf
 

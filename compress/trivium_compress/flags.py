@@ -30,6 +30,14 @@ def size(text: str) -> int:
     return int(float(match[1]) * _UNITS[match[2]])
 
 
+def by_module(text: str) -> tuple[str, str]:
+    """An argparse type: REGEX=FORMAT."""
+    pattern, found, format = text.rpartition("=")
+    if not found or not pattern or format not in FORMATS:
+        raise argparse.ArgumentTypeError(f"must be REGEX=FORMAT with one of {', '.join(FORMATS)}, not {text!r}")
+    return pattern, format
+
+
 def add_quantize(parser: argparse.ArgumentParser) -> None:
     """The options of `trivium quantize`."""
     parser.add_argument("model", metavar="MODEL", type=named, help="a folder, a .gguf file, or as for `trivium run`")
@@ -42,6 +50,8 @@ def add_quantize(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--group-size", type=number(int, 1), metavar="N", help="inputs that share a scale (not of .gguf files)")
     group.add_argument("--symmetric", action="store_true", help="int4 without zero points (not of .gguf files)")
     group.add_argument("--keep", action="append", default=[], metavar="REGEX", help="modules that stay as they are")
+    other = "another format for modules, such as down_proj=int8; may be repeated, the first that matches counts"
+    group.add_argument("--modules", action="append", default=[], type=by_module, metavar="REGEX=FORMAT", help=other)
     group = parser.add_argument_group("pruning")
     group.add_argument("--prune", choices=PRUNINGS, help="makes weights 0; --format none: and nothing else")
     group.add_argument("--sparsity", metavar="SHARE", help="0.5: so many of them; 2:4: two of four consecutive inputs stay")
@@ -59,7 +69,8 @@ def quantize(args: argparse.Namespace) -> int:
     from trivium_compress.recipe import Recipe
 
     recipe = Recipe(
-        args.format, args.embedding, args.method, args.group_size, args.symmetric, args.prune, args.sparsity, tuple(args.keep)
+        args.format, args.embedding, args.method, args.group_size, args.symmetric, args.prune, args.sparsity, tuple(args.keep),
+        tuple(args.modules),
     )  # fmt: skip
     calibration = Calibration(args.calibrate, args.windows, args.window) if args.calibrate is not None else None
     model = resolve(args.model, progress=not args.json)

@@ -54,7 +54,9 @@ def of_layer(
     whole = whole_moments(recipe)
     inputs = sum(8 * (width * width + width if whole else 2 * width) for width in widths)
     square = max(widths, default=0) ** 2 if whole else 0
-    return Need(weights, inputs, walk.bytes_of_a_run(segment, frozenset(readers)) + 4 * square, 44 * largest + 72 * square)
+    run = walk.bytes_of_a_run(segment, frozenset(readers)) + 4 * square
+    work = 44 * largest + (12 if recipe.method == "awq" else 72) * square  # gptq: the Hessian, its factor, and what makes that
+    return Need(weights, inputs, run, work)
 
 
 def of_table(source: Source, name: str) -> int:

@@ -71,6 +71,7 @@ class Parts:
         try:
             found = json.loads(self._manifest.read_text("utf-8"))
             begun, self.done = dict(found["identity"]), dict(found["done"])
+            files = {name: (self.folder / part["file"], part["live"], dict(part["kinds"])) for name, part in self.done.items()}
         except (ValueError, TypeError, KeyError) as e:
             raise CheckpointError(f"{self._manifest} is damaged ({type(e).__name__}); remove {self.folder} to begin anew") from None
         changed = [key for key in (*self.identity, *begun) if begun.get(key) != self.identity.get(key)]
@@ -78,8 +79,8 @@ class Parts:
             what = ", ".join(dict.fromkeys(changed))
             message = f"{self.folder} was begun with another {what}; remove it to begin anew, or give what it was begun with"
             raise InvalidRequestError(message, param=changed[0])
-        for name, part in self.done.items():
-            if not (self.folder / part["file"]).is_file():
+        for name, (path, *_) in files.items():
+            if not path.is_file():
                 raise CheckpointError(f"{self.folder}: the part {name} is missing; remove the folder to begin anew")
 
     def add(self, name: str, tensors: Mapping[str, Stored], facts: Mapping[str, Any], live: Mapping[str, Array] | None) -> None:

@@ -27,7 +27,8 @@ SMALLEST_GROUP, LARGEST_GROUP = 16, 128
 class Recipe:
     """format: of the projections within layers. embedding: of the embedding's table and the output projection, rounded to nearest.
     method: None means gptq where the inputs are known, else rtn. group_size: inputs that share a scale (int4: the largest power of
-    two up to 128 that divides all; int8: all of a row). symmetric: int4 without zero points. prune, sparsity: what becomes 0. keep:
+    two up to 128 that divides all; int8: all of a row). symmetric: int4 without zero points. prune, sparsity: what becomes 0.
+    modules: (regular expression, format) of projections that get another format, the first that matches counts. keep:
     regular expressions of modules that stay as they are."""
 
     format: str = "int4"
@@ -38,6 +39,7 @@ class Recipe:
     prune: str | None = None
     sparsity: str | None = None
     keep: tuple[str, ...] = ()
+    modules: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
         _one_of("format", self.format, FORMATS)
@@ -53,16 +55,27 @@ class Recipe:
             raise InvalidRequestError("prune and sparsity go together: say both, or neither", param="sparsity")
         if self.sparsity is not None:
             Sparsity.parse(self.sparsity)
-        if self.format == "none" and self.prune is None and self.embedding == "none":
+        if self.formats == {"none"} and self.prune is None and self.embedding == "none":
             raise InvalidRequestError("there is nothing to do: give a format, or what to prune", param="format")
-        for pattern in self.keep:
+        for _, format in self.modules:
+            _one_of("modules", format, FORMATS)
+        for name, pattern in (*(("keep", p) for p in self.keep), *(("modules", p) for p, _ in self.modules)):
             try:
                 re.compile(pattern)
             except re.error as e:
-                raise InvalidRequestError(f"keep: {pattern!r} is no regular expression: {e}", param="keep") from None
+                raise InvalidRequestError(f"{name}: {pattern!r} is no regular expression: {e}", param=name) from None
 
     def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "keep": list(self.keep)}
+        return asdict(self)
+
+    def format_of(self, module: str) -> str:
+        """That of a projection, by its name."""
+        return next((format for pattern, format in self.modules if re.search(pattern, module)), self.format)
+
+    @property
+    def formats(self) -> set[str]:
+        """All that projections may get."""
+        return {self.format, *(format for _, format in self.modules)}
 
     def needs_inputs(self) -> bool:
         """Whether nothing can be done without a text."""
@@ -108,11 +121,10 @@ def block_kind(format: str, columns: int) -> str | None:
     return next((kind for kind in wanted if columns % BLOCKS[kind].multiple == 0), None)
 
 
-def weights_scheme(format: str, recipe: Recipe, group: int) -> Mapping[str, Any]:
+def weights_scheme(grid: Grid, width: int) -> Mapping[str, Any]:
     """A module's entry "weights" in config_groups."""
-    size = group if format == "int4" else recipe.group_size
     return {
-        "num_bits": 8 if format == "int8" else 4, "type": "int", "symmetric": format == "int8" or recipe.symmetric,
-        "strategy": "group" if size else "channel", "group_size": size, "block_structure": None, "dynamic": False,
-        "actorder": None, "observer": "mse", "observer_kwargs": {},
+        "num_bits": width, "type": "int", "symmetric": isinstance(grid, Symmetric),
+        "strategy": "group" if grid.group else "channel", "group_size": grid.group or None, "block_structure": None,
+        "dynamic": False, "actorder": None, "observer": "mse", "observer_kwargs": {},
     }  # fmt: skip

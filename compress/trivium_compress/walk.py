@@ -1,8 +1,8 @@
 """A Program run layer by layer on the host, so that the weights of one layer alone are in memory and its inputs can be looked at.
 
 The text is cut into windows, each a sequence of its own. All windows go through a layer before the next layer is touched; between
-two layers only what the next ones read is kept. Operators are the numpy reference's, but projections of all rows are one product:
-nothing here depends on the last bits.
+two layers only what the next ones read is kept. Operators are the numpy reference's, but projections of all rows are one product,
+and so are a head's scores: nothing here depends on the last bits.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from trivium.errors import UnsupportedError
-from trivium.ops import Call, Constant, Operator, Program, StateDecl, Value
+from trivium.ops import Call, Constant, Operator, PagedState, Program, StateDecl, Value
 from trivium.ops.state import state_of
 
 Array = npt.NDArray[Any]
@@ -113,6 +113,10 @@ class Walk:
         length = len(next(x for v, x in window.items() if v.name == "token_ids"))
         return {s.value: _new_state(s, length) for s in self.program.states if s.value in read and s.value not in window}
 
+    def _bytes_of_states(self, calls: Sequence[Call]) -> int:
+        read = {v for call in calls for v in call.args}
+        return sum(_state_bytes(s, self.window) for s in self.program.states if s.value in read)
+
     def bytes_kept(self, segment: Segment, lengths: Sequence[int]) -> int:
         """Of what all windows hold after the segment."""
         return sum(_bytes(v, n) for n in lengths for v in segment.kept)
@@ -128,7 +132,10 @@ class Walk:
             now = sum(_bytes(v, self.window) for v in known)
             most = max(most, now + 4 * max((_bytes(v, self.window) for v in (*call.args, *call.results) if _moves(v)), default=0))
             known -= {v for v in known if last[v] == i and v not in segment.kept}
-        return most + sum(_state_bytes(s, self.window) for s in self.program.states if any(s.value in c.args for c in calls))
+        scores = 24 * self.window**2  # of one head, see _attention
+        return (
+            most + scores + sum(_state_bytes(s, self.window) for s in self.program.states if any(s.value in c.args for c in calls))
+        )
 
 
 def _cut(program: Program) -> Iterator[Segment]:
@@ -188,7 +195,29 @@ def _embedding(token_ids: Array, weight: Any, *, scale: float) -> Array:
     return np.asarray(rows * np.float32(scale))
 
 
-_QUICK: Mapping[str, Callable[..., Any]] = {"linear": _linear, "embedding": _embedding}
+def _attention(
+    q: Array, kv: PagedState, query_starts: Array, context_lens: Array, sinks: Array | None = None, *,
+    scale: float, window: int | None, softcap: float | None, causal: bool,
+) -> Array:  # fmt: skip
+    """Of the one sequence that there is, whose one page holds all of it: head by head."""
+    keys, values, tokens = kv.k[0], kv.v[0], len(q)
+    at = np.arange(tokens)
+    hidden = (at[:, None] < at) & causal
+    if window is not None:
+        hidden |= at[:, None] - at >= window
+    out, share = np.empty((tokens, q.shape[1], values.shape[-1]), np.float32), q.shape[1] // keys.shape[1]
+    for head in range(q.shape[1]):
+        scores = q[:, head] @ keys[:, head // share].T * np.float32(scale)
+        scores = scores if softcap is None else np.float32(softcap) * np.tanh(scores / np.float32(softcap))
+        scores[hidden] = -np.inf
+        sink = np.float32(-np.inf if sinks is None else sinks[head])
+        top = np.maximum(scores.max(-1, keepdims=True), sink)
+        weights = np.exp(scores - top)
+        out[:, head] = weights / (weights.sum(-1, keepdims=True) + np.exp(sink - top)) @ values[:, head // share]
+    return out
+
+
+_QUICK: Mapping[str, Callable[..., Any]] = {"linear": _linear, "embedding": _embedding, "paged_attention": _attention}
 """Operators that are computed otherwise than by the reference."""
 
 

@@ -87,7 +87,7 @@ class Job:
         chosen = [name for names in self.layers.values() for name in names if self._is_target(name)]
         widths = {self.source.checkpoint.tensor(name).shape[1] for name in chosen}
         self.group = self._group(widths)
-        found = {name: target(self.source, name, self.recipe.format, self.recipe, self.group) for name in chosen}
+        found = {name: target(self.source, name, self.recipe.format_of(name), self.recipe, self.group) for name in chosen}
         self.targets = {name: wanted for name, wanted in found.items() if wanted is not None}
         check_zeros(self.recipe, self.targets)
         if not self.targets and (self.recipe.format != "none" or self.recipe.prune):
@@ -96,13 +96,14 @@ class Job:
 
     def _group(self, widths: set[int]) -> int:
         """Inputs that share a scale; 0 where the format says that, or all of a row."""
-        if self.source.gguf is None and (self.recipe.format == "int4" or self.recipe.group_size is not None):
-            return self.recipe.group_for(widths)
-        if self.recipe.group_size is not None:
-            raise InvalidRequestError("blocks of a .gguf file have their own size; leave group_size out", param="group_size")
-        if self.source.gguf is None and {self.recipe.format, self.recipe.embedding} & BLOCKS.keys():
+        if self.source.gguf is not None:
+            if self.recipe.group_size is not None:
+                raise InvalidRequestError("blocks of a .gguf file have their own size; leave group_size out", param="group_size")
+            return 0
+        if (self.recipe.formats | {self.recipe.embedding}) & BLOCKS.keys():
             raise InvalidRequestError("blocks are for .gguf files; a folder takes int8 or int4", param="format")
-        return 0
+        wanted = "int4" in self.recipe.formats or self.recipe.group_size is not None
+        return self.recipe.group_for(widths) if wanted else 0
 
     def _is_target(self, name: str) -> bool:
         """A projection of a layer, or of one of its experts."""
@@ -146,9 +147,7 @@ class Job:
         self.progress(total, total, "writing")
         tables = {name: self._table(name) for name in (EMBEDDING, HEAD) if name in self.source.stored}
         named = {name: wanted for name, wanted in tables.items() if wanted is not None}
-        (finish_folder if self.source.gguf is None else finish_gguf)(
-            self.source, self.recipe, self.group, {**self.targets, **named}, parts, self.output
-        )
+        (finish_folder if self.source.gguf is None else finish_gguf)(self.source, {**self.targets, **named}, parts, self.output)
 
     # What is read.
 

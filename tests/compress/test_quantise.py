@@ -58,6 +58,8 @@ SCHEMES: dict[str, Recipe] = {
     "int4": Recipe(method="rtn"), "int4 symmetric": Recipe(method="rtn", symmetric=True, group_size=16),
     "int8": Recipe("int8", method="rtn"), "int8 in groups": Recipe("int8", method="rtn", group_size=32),
     "int4 and a table of int8": Recipe(embedding="int8", method="rtn"),
+    "a table of int4, too": Recipe(embedding="int4", method="rtn"),
+    "int8 for some": Recipe(method="rtn", modules=(("down_proj|layers\\.0\\..*v_proj", "int8"), ("v_proj", "none"))),
 }  # fmt: skip
 
 
@@ -91,7 +93,10 @@ def test_the_folder_means_to_the_format_s_package_what_it_means_to_us(llama: Pat
         np.testing.assert_allclose(ours.tensor(tensor).decode(), theirs, rtol=1e-6, atol=1e-7, err_msg=tensor)
         assert ((theirs - original) ** 2).mean() < 0.02 * (original**2).mean()
         rounded += 1
-    assert rounded == 3 * 7 + 2 * ("table" in name) and ("lm_head" in config["ignore"]) == ("table" not in name)
+    assert rounded == 3 * 7 + 2 * ("table" in name) - 2 * ("some" in name)
+    assert ("lm_head" in config["ignore"]) == ("table" not in name)
+    if "some" in name:
+        assert [sorted({g.weights.num_bits, len(g.targets)}) for g in groups.values()] == [[1, 4], [4, 8]]
 
 
 @pytest.mark.oracles
@@ -227,9 +232,10 @@ def test_a_damaged_or_foreign_folder_is_refused(stopped: tuple[Path, Path], text
     (partial / "part-0.safetensors").rename(partial / "gone")
     with pytest.raises(CheckpointError, match="the part 0 is missing"):
         quantise(source, out, Recipe(), reading(text))
-    (partial / "manifest.json").write_text("{")
-    with pytest.raises(CheckpointError, match="is damaged"):
-        quantise(source, out, Recipe(), reading(text))
+    for damage in ("{", "[]", '{"identity": {}, "done": {"0": {}}}', '{"identity": {}, "done": {"0": 5}}'):
+        (partial / "manifest.json").write_text(damage)
+        with pytest.raises(CheckpointError, match="is damaged"):
+            quantise(source, out, Recipe(), reading(text))
     (tmp_path / "new.partial").mkdir()
     (tmp_path / "new.partial" / "thesis.txt").write_text("mine")
     with pytest.raises(InvalidRequestError, match="it is not ours"):
@@ -307,6 +313,8 @@ def test_modules_that_are_to_be_kept_are_kept(llama: Path, tmp_path: Path):
         ({"format": "none"}, "there is nothing to do"),
         ({"format": "q4_0"}, "blocks are for .gguf files"),
         ({"keep": ("(",)}, "is no regular expression"),
+        ({"modules": (("(", "int8"),)}, "modules: .* is no regular expression"),
+        ({"modules": (("q_proj", "int3"),)}, "modules 'int3' is not one of"),
         ({"keep": (".",)}, "no projection of this model can be rounded"),
     ],
 )

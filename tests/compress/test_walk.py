@@ -79,7 +79,7 @@ def test_what_projections_read_is_what_they_read_in_transformers(name: str, tmp_
 
 
 @pytest.mark.oracles
-@pytest.mark.parametrize("name", ["mixtral", "glm4-moe", "deepseek-v3", "lfm2", "cohere2", "olmo2"])
+@pytest.mark.parametrize("name", ["mixtral", "glm4-moe", "deepseek-v3", "gpt-oss", "lfm2", "cohere2", "olmo2"])
 def test_families_of_plugins_are_read_the_same(name: str, tmp_path: Path):
     assert name in FAMILIES
     model, _ = open_case(name, tmp_path)
