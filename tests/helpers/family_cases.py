@@ -150,6 +150,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek-v3.2": ("DeepseekV32", {
         **_ROUTED, **_LATENT, "n_group": 2, "topk_group": 1, "index_topk": 512, "index_head_dim": 12, "index_n_heads": 2,
     }),
+    "phi-moe": ("Phimoe", {**_EXPERTS, "router_jitter_noise": 0.2, "attention_bias": True, "lm_head_bias": True}),
+    "phi-moe-window": ("Phimoe", {**_EXPERTS, "sliding_window": 7, "rope_parameters": {
+        "rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 512, "short_mscale": 1.2,
+        "long_mscale": 1.3, "short_factor": [1.0 + 0.1 * i for i in range(8)], "long_factor": [2.0 + i for i in range(8)],
+    }}),
     "olmo2": ("Olmo2", {}),
     "olmo2-biases": ("Olmo2", {"attention_bias": True, "num_key_value_heads": 4, "tie_word_embeddings": True}),
     "olmo3": ("Olmo3", {"num_hidden_layers": 5, "sliding_window": 7}),

@@ -42,6 +42,18 @@ def test_state_space_scan_equals_the_one_of_mamba2():
     np.testing.assert_allclose(state.data[0], last[0].numpy(), rtol=1e-4, atol=1e-5)
 
 
+def test_sparse_mixer_equals_that_of_phi_moe():
+    torch = pytest.importorskip("torch")
+    modeling = pytest.importorskip("transformers.models.phimoe.modeling_phimoe")
+    for jitter in (0.01, 0.3):
+        logits = np.random.default_rng(2).standard_normal((200, 9)).astype(np.float32)
+        weights, ids = modeling.sparsemixer(torch.tensor(logits), jitter, False)
+        got, mine = ops.OPERATORS["sparse_mixer_route"](logits, top_k=2, jitter=jitter)
+        np.testing.assert_array_equal(mine, ids.numpy())
+        np.testing.assert_allclose(got, weights.numpy(), rtol=1e-5)
+    assert 0.05 < (got < 0.9).mean() < 0.95, "some tokens have several near experts, some one"
+
+
 @pytest.mark.parametrize("offset", [0, 1])
 def test_position_scale_equals_the_temperatures_of_llama_4_and_ministral_3(offset):
     torch = pytest.importorskip("torch")

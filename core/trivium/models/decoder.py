@@ -104,14 +104,14 @@ class Decoder:
             x = self.op("add", x, self.mlp(self.norm(x, f"{at}.post_attention_layernorm"), f"{at}.mlp", bias=mlp_bias, fused=fused))
         return self.finish(x)
 
-    def finish(self, x: Value, *, softcap: float | None = None, scale: float = 1.0) -> Program:
-        """Final norm of the pooled rows, hidden[pooled, hidden], and of the sampled ones with their output projection,
-        logits[rows, vocab]."""
+    def finish(self, x: Value, *, softcap: float | None = None, scale: float = 1.0, bias: bool = False) -> Program:
+        """Final norm of the pooled rows, hidden[pooled, hidden], and of the sampled ones with their output projection (and its
+        `bias`), logits[rows, vocab]."""
         rows = [self.b.gather_rows(x, self.b.input(name)) for name in ("pool_rows", "sample_rows")]
         hidden, h = (self.norm(x, "model.norm") for x in rows)
         source = "model.embed_tokens.weight" if self.info.tied else None
         head = self.b.weight("lm_head.weight", (self.info.vocab_size, self.info.hidden_size), source=source)
-        logits = self.b.linear(h, head, None)
+        logits = self.b.linear(h, head, self.b.weight("lm_head.bias", (self.info.vocab_size,)) if bias else None)
         logits = logits if scale == 1 else self.b.scale(logits, factor=scale)
         logits = logits if softcap is None else self.b.softcap(logits, cap=softcap)
         return self.b.finish({"logits": logits, "hidden": hidden}, vocab_size=self.info.vocab_size)

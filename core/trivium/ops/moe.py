@@ -75,6 +75,25 @@ def moe_route(
     return weights * np.float32(scale), ids.astype(np.int32)
 
 
+@operator(
+    "logits[tokens, experts] -> weights[tokens, top_k], ids[tokens, top_k]:int32", {"top_k": 2},
+    {"top_k": 3, "jitter": 0.25, "logits": times(3)},
+)  # fmt: skip
+def sparse_mixer_route(logits: Array, *, top_k: int, jitter: float = 0.01) -> tuple[Array, Array]:
+    """The top_k experts of each token, best first (at equal logits the lower id). Expert e has the softmax weight that it has among
+    those not chosen before it whose logits s are near its own, m: (m - s) / max(|s|, m) is not above 2 · jitter
+    (Liu et al., "GRIN: GRadient-INformed MoE", 2024; as in Phi-3.5-MoE)."""
+    left, weights, ids = logits.copy(), list[Array](), list[Array]()
+    for _ in range(top_k):
+        chosen = left.argmax(axis=-1)[:, None]
+        best = np.take_along_axis(left, chosen, axis=-1)
+        far = best - logits > np.float32(2 * jitter) * np.maximum(np.abs(logits), best)
+        weights.append(1 / np.where(far, 0, np.exp(left - best)).sum(axis=-1, keepdims=True))
+        ids.append(chosen)
+        np.put_along_axis(left, chosen, -np.inf, axis=-1)
+    return np.concatenate(weights, axis=-1), np.concatenate(ids, axis=-1).astype(np.int32)
+
+
 def _expert_ids(d: Draw) -> list[Array]:
     return [d.rng.permutation(d.call["experts"])[: d.call["top_k"]] for _ in range(d.call["tokens"])]
 

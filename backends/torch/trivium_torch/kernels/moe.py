@@ -43,6 +43,20 @@ def moe_route(session: TorchSession, args: Args, attrs: Attrs) -> tuple[Tensor, 
     return weights * attrs["scale"], ids.to(torch.int32)
 
 
+def sparse_mixer_route(session: TorchSession, args: Args, attrs: Attrs) -> tuple[Tensor, Tensor]:
+    """One choice after the other; the weights stay in float32."""
+    logits: Tensor = args[0].to(F32)
+    left, weights, ids = logits.clone(), list[Tensor](), list[Tensor]()
+    for _ in range(attrs["top_k"]):
+        chosen = best(left, 1)
+        top = left.gather(-1, chosen)
+        far = top - logits > 2 * attrs["jitter"] * torch.maximum(logits.abs(), top)
+        weights.append(1 / torch.exp(left - top).masked_fill(far, 0).sum(dim=-1, keepdim=True))
+        ids.append(chosen)
+        left.scatter_(-1, chosen, -torch.inf)
+    return torch.cat(weights, dim=-1), torch.cat(ids, dim=-1).to(torch.int32)
+
+
 def expert(session: TorchSession, x: Tensor, e: int, args: Args, attrs: Attrs) -> Tensor:
     """down[e] · gated(gate[e] · x, up[e] · x), with their biases; rounded in between only if the weights have less than 32 bits."""
     weights, biases = args[:3], [None if b is None else b[e].to(F32) for b in args[3:]]
@@ -69,4 +83,6 @@ def moe_experts(session: TorchSession, args: Args, attrs: Attrs) -> Tensor:
     return torch.sum(found.view(*ids.shape, -1) * weights.to(F32)[..., None], dim=1).to(x.dtype)
 
 
-KERNELS: Mapping[str, Callable[[TorchSession, Args, Attrs], Any]] = {"moe_route": moe_route, "moe_experts": moe_experts}
+KERNELS: Mapping[str, Callable[[TorchSession, Args, Attrs], Any]] = {
+    "moe_route": moe_route, "sparse_mixer_route": sparse_mixer_route, "moe_experts": moe_experts,
+}  # fmt: skip
