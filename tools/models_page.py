@@ -50,7 +50,7 @@ MISSING = """
 | Gemma 3n, Gemma 4 | per-layer embeddings, keys and values shared between layers |
 | encoders: ModernBERT and its like | attention to both sides without pages |
 
-Recurrent states (LFM2) run, batched, preempted and moved between backends, but without prefix caching and speculation.
+Recurrent states (LFM2) are cached, forked, drafted, preempted, kept in tiers and moved between backends as attention's pages are.
 """
 
 
