@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from trivium.extensions import find, installed
 from trivium.models import ARCHITECTURES, Family
-from trivium.weights.gguf_models import ARCHITECTURES as GGUF
+from trivium.weights.gguf_models import ARCHITECTURES as GGUF, GGUFModel
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "models.md"
@@ -48,32 +49,35 @@ MISSING = """
 | DeepSeek-V4 | attention over compressed keys, hyper-connections |
 | encoders: ModernBERT and its like | attention to both sides without pages |
 
-Recurrent states (LFM2, Qwen3-Next and 3.5, the Mamba-2 hybrids) run, batched, preempted and moved between backends, but
-without prefix caching and speculation.
+Recurrent states (LFM2, Qwen3-Next and 3.5, the Mamba-2 hybrids) are cached, forked, drafted, preempted, kept in tiers and moved between
+backends as attention's pages are.
 """
+
+
+def own(kind: str, wanted: Any = Callable) -> Iterator[tuple[str, Any]]:
+    """Names and contents of the plugins of this distribution."""
+    for name, extension in installed(kind).items():
+        if extension.distributions[0].split()[0] == "trivium":
+            yield name, find(kind, name, wanted)[0]
 
 
 def families() -> Iterator[tuple[str, Family, str]]:
     """(architecture, family, where its tests are)."""
     for name, family in ARCHITECTURES.items():
         yield name, family, CORE_TESTS
-    for name, extension in installed("model").items():
-        if extension.distributions[0].split()[0] == "trivium":
-            family, _ = find("model", name, Family)
-            yield name, family, FAMILY_TESTS
+    for name, family in own("model", Family):
+        yield name, family, FAMILY_TESTS
 
 
 def formats() -> Iterator[tuple[str, str]]:
     """(quant_method, the first sentence about it)."""
-    for name, extension in installed("weight_format").items():
-        if extension.distributions[0].split()[0] == "trivium":
-            reader, _ = find("weight_format", name)
-            yield name, (inspect.getdoc(inspect.getmodule(reader)) or "").split("\n")[0]
+    for name, reader in own("weight_format"):
+        yield name, (inspect.getdoc(inspect.getmodule(reader)) or "").split("\n")[0]
 
 
 def page() -> str:
     """The page's text."""
-    gguf = {model.hf_class: name for name, model in GGUF.items()}
+    gguf = {model.hf_class: name for name, model in [*GGUF.items(), *own("gguf_model", GGUFModel)]}
     rows = []
     for name, family, tests in sorted(families(), key=lambda row: row[0]):
         what = " ".join((inspect.getdoc(family.build) or "").split("\n\n")[0].split())

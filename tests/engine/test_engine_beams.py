@@ -149,7 +149,8 @@ def test_an_aborted_search_gives_what_it_has_and_frees_everything(steps: int) ->
         engine.step()
     output = engine.abort(number)
     assert output is not None and output.finished
-    assert [len(c.token_ids) for c in output.outputs] == [steps] * (2 if steps else 1)
+    made = max(steps - 1, 0)  # the first step ends at a page edge within the prompt
+    assert [len(c.token_ids) for c in output.outputs] == [made] * (2 if made else 1)
     assert {c.finish_reason for c in output.outputs} == {"abort"}
     engine.check()
     engine.kv.check_idle()

@@ -35,7 +35,7 @@ def test_faults_that_pass_change_no_token(windows: tuple[Any, ...]) -> None:
 
     def hook(at: str, batch: Batch | None) -> None:
         last[0] = batch.seqs if batch is not None else last[0]
-        if last[0] > 1 and rng.random() < 0.1:
+        if at != "copy" and last[0] > 1 and rng.random() < 0.1:  # copies come before it is known how many run
             raise Fault("one step in twenty or so")
 
     engine.model.executable.hook = hook

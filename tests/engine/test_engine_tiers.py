@@ -48,11 +48,11 @@ def flood(engine: Engine, windows: Any = (None,), seed: int = 0) -> None:
         ask(engine, [rng.randrange(3, 80) for _ in range(40)], windows)
 
 
-@pytest.mark.parametrize("windows", [(None,), (None, 7), (5,)])
+@pytest.mark.parametrize("windows", [(None,), (None, 7), (5,), (None, "recurrent"), ("recurrent",), (6, "recurrent")])
 @pytest.mark.parametrize("tier", ["host", "disk"])
 def test_what_the_pool_gave_away_comes_back(windows: Any, tier: str, tmp_path: Path) -> None:
     options = {"kv_host_bytes": BIG} if tier == "host" else {"kv_disk_path": tmp_path}
-    engine = tiered(windows, pages=14 * len(windows), **options)
+    engine = tiered(windows, pages=sum(4 if w == "recurrent" else 14 for w in windows), **options)
     assert ask(engine, [*SHARED, 5], windows).num_cached_tokens == 0
     flood(engine, windows)
     metrics = ask(engine, [*SHARED, 9], windows)

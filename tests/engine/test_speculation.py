@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trivium.engine import Engine, RequestOutput
 from trivium.engine.speculation import ModelDrafter, Speculative
-from trivium.errors import InvalidRequestError, UnsupportedError
+from trivium.errors import InvalidRequestError
 from trivium.sampling import SamplingParams
 
-KINDS: list[tuple[Any, ...]] = [(None,), (None, 7), (5,), (None, 6, 3)]
+KINDS: list[tuple[Any, ...]] = [(None,), (None, 7), (5,), (None, 6, 3), (None, "recurrent"), ("recurrent",), (6, "recurrent")]
 ALWAYS = {"method": "ngram", "num_speculative_tokens": 4, "adaptive": False}
 
 
@@ -285,13 +285,18 @@ def test_a_draft_model_that_thinks_alike_is_always_right_at_any_temperature(wind
     drafter._kv.check_idle()
 
 
-@given(st.sampled_from(KINDS), st.integers(0, 2**32), st.integers(4, 60), st.integers(60, 140))
-@settings(max_examples=8, deadline=None)
-def test_a_draft_model_that_thinks_otherwise_changes_nothing(windows: Any, seed: int, draft_pages: int, pages: int) -> None:
+@given(
+    st.sampled_from(KINDS), st.sampled_from([(3,), (3, "recurrent"), ("recurrent",)]), st.integers(0, 2**32), st.integers(4, 60),
+    st.integers(60, 140),
+)  # fmt: skip
+@settings(max_examples=12, deadline=None)
+def test_a_draft_model_that_thinks_otherwise_changes_nothing(
+    windows: Any, thinks: Any, seed: int, draft_pages: int, pages: int
+) -> None:
     rng = random.Random(seed)
     requests = requests_of(rng, 6)
     expected, _ = streams_of(requests, windows)
-    engine, drafter = drafting(fake_model(windows, pages=pages), fake_model((3,), page_size=2, pages=draft_pages))
+    engine, drafter = drafting(fake_model(windows, pages=pages), fake_model(thinks, page_size=2, pages=draft_pages))
     numbers = [engine.add_request(prompt, params, priority=rng.randrange(2)) for prompt, params in requests]
     failing = some_fail(rng)
     engine.model.executable.hook = drafter._model.executable.hook = failing
@@ -352,8 +357,3 @@ def test_what_can_not_be_is_refused() -> None:
         with pytest.raises(InvalidRequestError, match=part) as raised:
             engine_of(speculative=wrong)
         assert raised.value.param == "speculative"
-    for model in (fake_model(("recurrent", None)), fake_model(("recurrent",))):
-        with pytest.raises(UnsupportedError, match="recurrent"):
-            engine_of(model=model, speculative=ALWAYS)
-        with pytest.raises(UnsupportedError, match="recurrent"):
-            ModelDrafter(model, 4, 16)

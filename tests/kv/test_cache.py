@@ -119,18 +119,6 @@ def test_an_evicted_prefix_loses_its_end_first() -> None:
     assert kv.match(Stream([*range(16), 0], ROOT), 16).blocks == 2
 
 
-def test_recurrent_states_take_one_page_and_share_nothing() -> None:
-    kv = KVCache(spec_of((None, "recurrent"), PAGE), 10, 2)
-    stream = Stream(list(range(9)), ROOT)
-    fill(kv, stream)
-    assert len(kv.held(stream)) == kv.peak_pages(9) == 4
-    assert kv.match(Stream(list(range(9)), ROOT), 8).blocks == 0
-    slots = kv.slots([(stream.row, 0, 9)])
-    assert len(set((slots[1] // PAGE).tolist())) == 1
-    kv.release(stream)
-    kv.check_idle()
-
-
 def test_too_few_pages_change_nothing() -> None:
     kv = KVCache(spec_of((None,), PAGE), 3, 2)
     stream = Stream(list(range(20)), ROOT)

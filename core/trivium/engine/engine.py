@@ -32,7 +32,7 @@ from trivium.engine.outputs import Logprob, RequestOutput, TokenLogprobs
 from trivium.engine.pooling import PoolingParams
 from trivium.engine.request import Completion, Request
 from trivium.engine.runner import Flight, Part, Runner, Stats
-from trivium.engine.speculation import Drafter, Speculative, Speculator, check_rewinds, lookup_drafter
+from trivium.engine.speculation import Drafter, Speculative, Speculator, lookup_drafter
 from trivium.errors import BackendError, DeadlineError, InvalidRequestError, OverloadedError, PageFormatError, TriviumError
 from trivium.kv import Disk, Hit, KVCache, Tiers
 from trivium.ops import Sampled
@@ -77,7 +77,6 @@ class Engine:
         self.runner = Runner(model, self.scheduler, self._completions, self.stats, clock)
         self.speculator: Speculator | None = None
         if speculative := Speculative.of(self.config.speculative):
-            check_rewinds(model, "target")
             drafter = drafter or lookup_drafter(speculative)
             self.speculator = Speculator(speculative, drafter, self.scheduler, self._completions, self.stats, clock)
 
@@ -310,8 +309,9 @@ class Engine:
         try:
             self.runner.wait(flight)
         except BaseException:
-            for lost in filter(None, (following, flight)):
-                self.scheduler.roll_back(lost.plan, ran=lost.ran)
+            if following is not None:
+                self.scheduler.roll_back(following.plan, ran=False)
+            self.scheduler.roll_back(flight.plan, ran=flight.ran or following is not None)
             raise
 
     def _prepare_after(self, flight: Flight) -> Flight | None:
@@ -350,10 +350,9 @@ class Engine:
             completion.request.pool.add(flight.hidden[pooled : pooled + row.pooled])
             entry.seq.pooled += row.pooled
         entry.seq.scored += row.scores
-        self.kv.advance(entry.seq, entry.tokens + right)
+        take = self.kv.advance if right == len(entry.draft) else self.kv.take_back
+        take(entry.seq, entry.tokens + right)
         self.stats.computed_tokens += entry.tokens + len(entry.draft)
-        if right < len(entry.draft):
-            self.kv.shrink(entry.seq, self.kv.blocks(entry.seq.computed))
         return False
 
     def _measure(self, tiers: Tiers, flight: Flight) -> None:

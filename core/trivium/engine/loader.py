@@ -20,7 +20,7 @@ from trivium.kv import Layout, plan_groups
 from trivium.kv.neutral import rotations
 from trivium.models import arrange, build, describe
 from trivium.models.lora import Target, with_lora
-from trivium.ops import Constant, Group, KVSpec, Program, Weight, rewrite
+from trivium.ops import Constant, KVSpec, Program, Weight, rewrite
 from trivium.plugin import Backend, Capabilities, Device, Executable, Session, WeightFormat, resolve as resolve_backend
 from trivium.plugin.guard import capabilities_of, kernels_of
 from trivium.plugin.select import accepts, patterns
@@ -323,16 +323,11 @@ def _page_size(sizes: tuple[int, ...], asked: int | None) -> int:
 
 
 def _pages_for(spec: KVSpec, length: int, chunk: int) -> int:
-    """Most pages that one sequence of `length` tokens holds at a time when it is prefilled in chunks of `chunk` tokens."""
-
-    def of_group(group: Group) -> int:
-        if not group.spec.paged:
-            return 1
-        whole = -(-length // spec.page_size)
-        window = group.spec.window
-        return whole if window is None else min(whole, -(-(window + chunk) // spec.page_size) + 1)
-
-    return sum(map(of_group, spec.groups))
+    """Most pages that one sequence of `length` tokens holds at a time when it is prefilled in chunks of `chunk` tokens. A recurrent
+    group takes two, one of which is kept."""
+    whole, specs = -(-length // spec.page_size), [group.spec for group in spec.groups]
+    spans = (length if s.paged and s.window is None else (s.window or 1) + chunk * s.paged for s in specs)
+    return sum(min(whole, -(-span // spec.page_size) + 1) for span in spans)
 
 
 def _pool_size(session: Session, spec: KVSpec, p: Plan) -> tuple[int, int]:

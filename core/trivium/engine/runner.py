@@ -150,16 +150,16 @@ class Runner:
         return lora.place([entry.seq.adapter for entry in flight.plan.entries], held).repeat(np.diff(ends))
 
     def _move_pages(self, plan: StepPlan) -> None:
-        """What the pool has given away goes to the tiers; then shared pages are copied, and what is restored comes in."""
+        """What the pool has given away goes to the tiers; then what is restored comes in, and shared or kept pages are copied."""
         kv, session = self._scheduler.kv, self.model.session
         if kv.tiers is not None:
             kv.tiers.save(session, kv.pool.evicted)
             kv.pool.evicted.clear()
-        if copies := plan.copies:
-            session.copy_pages([copy.src for copy in copies], [copy.dst for copy in copies])
         for seq, hit in [(entry.seq, entry.hit) for entry, _, _ in plan.undo if entry.hit is not None]:
             kv.restore(session, seq, hit)
             self._completions[seq].request.clock.land(self._clock())
+        if copies := plan.copies:
+            session.copy_pages([copy.src for copy in copies], [copy.dst for copy in copies])
 
     def wait(self, flight: Flight) -> None:
         """Until it has landed. If this raises, or the engine can't use what it gave, the flight is to be undone."""

@@ -93,8 +93,10 @@ class BlockPool:
         found = ((page, self._keys[page], self._origins[page][1]) for page in [*self._idle, *owned])
         return [Evicted(page, key, origin) for page, key, origin in found if key is not None and origin is not None]
 
-    def check(self, owners: Mapping[int, int]) -> None:
-        """Raises AssertionError unless page p has exactly owners[p] owners and every page is free, idle or owned."""
+    def check(self, owners: Mapping[int, int], written: Sequence[int] = ()) -> None:
+        """Raises AssertionError unless page p has exactly owners[p] owners and every page is free, idle or owned, those that are to
+        be written by one that nobody finds."""
+        assert all(owners[page] == 1 and self._keys[page] is None for page in written), "a page that will be written has two owners"
         wrong = [p for p, refs in enumerate(self.refs) if refs != owners.get(p, 0)]
         assert not wrong, f"pages (id, references, owners): {[(p, self.refs[p], owners.get(p, 0)) for p in wrong[:8]]}"
         places = Counter(self._free) + Counter(self._idle.keys()) + Counter(p for p, refs in enumerate(self.refs) if refs)
@@ -137,30 +139,24 @@ class Ledger:
         self._refs = pool.refs
         self._delta: dict[int, int] = {}
 
-    def cost(self, pages: Iterable[int]) -> int:
-        """Free pages that sharing these would use up."""
-        return sum(self._owners(page) == 0 for page in pages)
-
     def take(self, pages: Iterable[int]) -> None:
         """Plans to share these pages."""
         for page in pages:
-            self.free -= self._owners(page) == 0
+            self.free -= self.owners(page) == 0
             self._delta[page] = self._delta.get(page, 0) + 1
 
     def drop(self, pages: Iterable[int]) -> None:
         """Plans to release these pages."""
         for page in pages:
             self._delta[page] = self._delta.get(page, 0) - 1
-            self.free += self._owners(page) == 0
-
-    def shared(self, pages: Iterable[int]) -> int:
-        """How many of these pages have more than one owner."""
-        return sum(self._owners(page) > 1 for page in pages)
+            self.free += self.owners(page) == 0
 
     def split(self, pages: Sequence[int]) -> None:
         """Plans to replace those of these pages that have more than one owner by copies."""
-        self.free -= self.shared(pages)
-        self.drop([page for page in pages if self._owners(page) > 1])
+        shared = [page for page in pages if self.owners(page) > 1]
+        self.free -= len(shared)
+        self.drop(shared)
 
-    def _owners(self, page: int) -> int:
+    def owners(self, page: int) -> int:
+        """How many a page has by now."""
         return self._refs[page] + self._delta.get(page, 0)

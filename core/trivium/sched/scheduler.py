@@ -161,9 +161,12 @@ class Scheduler:
         """How many of `count` drafts may follow the entry; what they take is no longer spare."""
         seq, end = entry.seq, entry.start + entry.tokens
         blocks = max(seq.blocks, self.kv.blocks(end))
-        count = max(min(count, plan.spare_tokens, self.kv.reach(seq, blocks, plan.spare_pages) - end), 0)
-        plan.spare_tokens -= count
-        plan.spare_pages -= self.kv.pages_to_grow(seq, end + count, blocks)
+        kept = len(self.kv.recurrent) if self.kv.keeps(seq, end + 1) and not self.kv.keeps(seq, end) else 0
+        count = max(min(count, plan.spare_tokens, self.kv.reach(seq, blocks, plan.spare_pages - kept) - end), 0)
+        if count > 0:
+            plan.spare_tokens -= count
+            plan.spare_pages -= self.kv.pages_to_grow(seq, end + count, blocks) + kept
+            seq.forked |= kept > 0
         return count
 
     def reserve(self, plan: StepPlan) -> None:
@@ -171,7 +174,7 @@ class Scheduler:
         roll_back()."""
         for entry in plan.entries:
             if entry.hit is not None or not self.kv.holds(entry.seq, entry.start + entry.tokens + len(entry.draft)):
-                plan.undo.append((entry, entry.seq.blocks if entry.seq.row >= 0 else -1, []))
+                plan.undo.append((entry, entry.seq.blocks, []))
                 if entry.hit is not None:
                     self._admit(entry.seq, entry.hit)
         for entry, _, copies in plan.undo:
@@ -182,13 +185,11 @@ class Scheduler:
 
     def roll_back(self, plan: StepPlan, *, ran: bool) -> None:
         """Undoes reserve(), also one that failed halfway, for all that have not ended. `ran`: the pages written in this step may
-        hold anything by now."""
+        hold anything by now, or a later step was reserved upon it."""
         for entry, blocks, copies in reversed([undo for undo in plan.undo if undo[0].seq.running]):
             if entry.hit is not None:
                 self.preempt(entry.seq)
-            elif blocks < 0:
-                self.kv.release(entry.seq)
-            else:
+            elif not ran or not self.kv.recurrent:
                 self.kv.shrink(entry.seq, blocks, copies)
         for entry in plan.entries if ran else ():  # once all copies are undone: this may give pages away
             if entry.seq.running:
@@ -237,10 +238,8 @@ class _Planner:
         self.restore = restore
         self.ledger = Ledger(self.kv.pool)
         self.alive = scheduler.running.copy()
-        decodes = [seq.length - seq.computed for seq in self.alive].count(1)
-        self.tokens = scheduler.max_tokens - decodes
-        self.rows = scheduler.max_seqs - len(self.alive)
-        self.seats = self.rows
+        self.tokens = scheduler.max_tokens - [seq.length - seq.computed for seq in self.alive].count(1)
+        self.rows = self.seats = scheduler.max_seqs - len(self.alive)
         self.promised = 0
         self.slots = scheduler.max_adapters
         self.adapters: set[Any] = set()
@@ -297,10 +296,12 @@ class _Planner:
         count = min((seq.fork_at if start < seq.fork_at else seq.length) - start, self.tokens)
         if seq.scored < seq.score_end:
             count = min(count, max(seq.scored - start, 0) + rows)
-        return count
+        return self.kv.chunk(seq, start, count)
 
     def _room(self, seq: Sequence) -> int:
-        copies = self.ledger.shared(self.kv.written(seq)) if seq.forked else 0
+        copies = sum(self.ledger.owners(page) > 1 for page in self.kv.written(seq)) if seq.forked else 0
+        if self.kv.keeps(seq, seq.length):
+            copies += len(self.kv.recurrent) - sum(self.ledger.owners(page) == 1 for page in seq.kept)
         return self.kv.reach(seq, seq.blocks, self.ledger.free - copies) - seq.computed
 
     def _make_way(self, seq: Sequence, hit: Hit) -> bool:
@@ -312,8 +313,8 @@ class _Planner:
         return True
 
     def _lacks_pages(self, seq: Sequence, hit: Hit) -> bool:
-        need = self.kv.peak_pages(seq.length, hit) + sum(self.ledger.cost(pages) for pages in hit.pages)
-        return need > self.ledger.free - self.promised
+        owned = sum(self.ledger.owners(page) > 0 for pages in hit.pages for page in pages)
+        return self.kv.peak_pages(seq.length) - owned > self.ledger.free - self.promised
 
     def _lacks_slot(self, seq: Sequence) -> bool:
         """Whether the running sequences and those that are admitted have other adapters in every slot."""
@@ -342,6 +343,9 @@ class _Planner:
         seq, end = entry.seq, entry.start + entry.tokens
         if seq.forked:
             self.ledger.split(self.kv.written(seq))
+        if self.kv.keeps(seq, seq.length):
+            self.ledger.free -= len(self.kv.recurrent)
+            self.ledger.drop(seq.kept)
         self.ledger.free -= self.kv.pages_to_grow(seq, end, blocks)
         if not decode:
             self.tokens -= entry.tokens

@@ -1,6 +1,6 @@
 """Two and four ranks of the emulated CUDA backend, each a process of its own that meets the others over gloo: the tokens are the
-reference's. Triton's kernels run in its interpreter, as in tests/cuda/emulated, and without graphs: the emulated ones would not wait
-for collectives."""
+reference's. Triton's kernels run in its interpreter, as in tests/cuda/emulated, and without graphs: the emulated ones would
+not wait for collectives."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence as Seq
 
 from trivium.engine.executor import Model
 from trivium.engine.speculation.drafter import Ask, Drafter
-from trivium.errors import CapacityError, UnsupportedError
+from trivium.errors import CapacityError
 from trivium.kv import KVCache, root_key
 from trivium.sampling import build_inputs
 from trivium.sched import Entry, RowMap, Sequence, make_batch
@@ -14,7 +14,7 @@ from trivium.sched import Entry, RowMap, Sequence, make_batch
 
 class _Lane:
     """One of the target's sequences as the draft model knows it. seq: its tokens, and behind `agreed` of them the last drafts.
-    fed: leading tokens whose keys and values are in the cache; seq.computed counts those that are no drafts."""
+    fed: leading tokens that are in the cache; seq.computed counts those that are no drafts."""
 
     def __init__(self, tokens: Seq[int], root: bytes) -> None:
         self.seq = Sequence(tokens, root, (0, 0, 0))
@@ -27,9 +27,9 @@ class _Lane:
         drafts = self.seq.tokens(self.agreed)
         right = next((i for i, (a, b) in enumerate(zip(told, drafts)) if a != b), min(len(told), len(drafts)))
         self.seq.truncate(self.agreed + right)
-        self.fed = min(self.fed, self.seq.length)
-        if self.fed > self.seq.computed:
-            kv.advance(self.seq, self.fed - self.seq.computed)
+        take = kv.advance if self.fed <= self.seq.length else kv.take_back
+        take(self.seq, min(self.fed, self.seq.length) - self.seq.computed)
+        self.fed = self.seq.computed
         for token in target.tokens(self.seq.length):
             self.seq.append(token)
         self.agreed = self.seq.length
@@ -38,12 +38,9 @@ class _Lane:
 class ModelDrafter(Drafter):
     """Draws drafts with the target's own parameters, seeds and positions: so the same random numbers choose from what the two
     models think, and agree at any temperature wherever these do. Sequences for which it has no pages get no drafts.
-
-    Raises UnsupportedError for a model with recurrent states, which can't take back a token.
     """
 
     def __init__(self, model: Model, max_seqs: int, max_tokens: int) -> None:
-        check_rewinds(model, "draft")
         self._model = model
         self._max_tokens = max_tokens
         self._kv = KVCache(model.kv_spec, model.num_pages, max_seqs)
@@ -69,37 +66,46 @@ class ModelDrafter(Drafter):
             self._kv.release(lane.seq)
 
     def _lane(self, ask: Ask) -> _Lane | None:
-        """The sequence's lane with room for its drafts, or None: the model can't do what is asked, or has no pages left."""
+        """The sequence's lane with room for what is known, or None: the model can't do what is asked, or has no pages left."""
         supported = self._model.capabilities.sampling
-        end = ask.seq.length + ask.limit - 1
-        if end >= self._model.max_model_len or (supported is not None and not ask.sampler.params.used() <= supported):
+        end = ask.seq.length + ask.limit
+        if end > self._model.max_model_len or (supported is not None and not ask.sampler.params.used() <= supported):
             return None
-        lane = self._lanes.get(ask.seq)
+        lane = self._lanes.get(ask.seq) or self._open(ask.seq)
+        lane.follow(ask.seq, self._kv)
+        return lane if self._grow(lane.seq, lane.seq.length) else None
+
+    def _grow(self, seq: Sequence, tokens: int) -> bool:
+        """Whether there are pages for `tokens` tokens; states that are to be kept are copied."""
         try:
-            if lane is None:
-                lane = self._lanes[ask.seq] = self._open(ask.seq)
-            lane.follow(ask.seq, self._kv)
-            self._kv.grow(lane.seq, end)
+            copies = self._kv.grow(seq, tokens)
         except CapacityError:
-            return None
-        return lane
+            return False
+        if copies:
+            self._model.session.copy_pages([copy.src for copy in copies], [copy.dst for copy in copies])
+        return True
 
     def _open(self, target: Sequence) -> _Lane:
-        lane = _Lane(target.tokens(), root_key(self._model.fingerprint, target.root.hex()))
+        lane = self._lanes[target] = _Lane(target.tokens(), root_key(self._model.fingerprint, target.root.hex()))
         hit = self._kv.match(lane.seq, lane.seq.length - 1)
         if hit.blocks:
             self._kv.adopt(lane.seq, hit)
         lane.fed = lane.seq.computed
         return lane
 
-    def _round(self, asks: Seq[Ask], lanes: Seq[_Lane | None], drafts: Seq[list[int]]) -> bool:
+    def _round(self, asks: Seq[Ask], lanes: list[_Lane | None], drafts: Seq[list[int]]) -> bool:
         """One step of the model: every lane's tokens that it has not seen, as far as the step's budget goes; lanes that have seen
-        all draw one more. False: all have their drafts."""
+        all draw one more. False: all have their drafts, or no pages for more."""
         left, entries, rows, states, drawing = self._max_tokens, list[Entry](), list[RowMap](), [], []
         for i, (ask, lane) in enumerate(zip(asks, lanes)):
             count = 0 if lane is None or len(drafts[i]) == ask.limit else min(lane.seq.length - lane.fed, left)
             if lane is None or count == 0:
                 continue
+            if lane.fed == lane.agreed:  # what comes now may be wrong
+                self._kv.advance(lane.seq, lane.fed - lane.seq.computed)
+                if not self._grow(lane.seq, lane.agreed + ask.limit):
+                    lanes[i] = None
+                    continue
             ahead = ask.sampler.ahead(drafts[i])
             draws = lane.fed + count == lane.seq.length and len(ahead) > len(drafts[i])
             entries.append(Entry(lane.seq, lane.fed, count))
@@ -115,10 +121,3 @@ class ModelDrafter(Drafter):
                 draft.append(token)
                 lane.seq.append(token)
         return bool(entries)
-
-
-def check_rewinds(model: Model, what: str) -> None:
-    """Raises UnsupportedError if a sequence of this model can't be set back by some tokens."""
-    if any(not group.spec.paged for group in model.kv_spec.groups):
-        message = f"speculative: the {what} model has recurrent states, which can't take back a token; leave speculation out"
-        raise UnsupportedError(message, param="speculative")
