@@ -138,3 +138,11 @@ def test_a_launch_fits_the_chip_and_uses_its_matrix_units(name: str, capability:
     assert all(used), f"{name}: a product without matrix instructions"
     if capability in NEWEST and name.endswith(("64 rows", "2048 rows", "heads of 128")):
         assert any(NEWEST[capability] in kinds for kinds in used), f"{name}: {used}"
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_the_sampler_rounds_each_product_and_each_sum_by_itself(capability: int) -> None:
+    """A fused multiply-add would give other weights than the reference; divisions must be those of IEEE."""
+    made = [b for b in builds(sampled, capability) if b.name in ("_digits", "_weigh", "_choose", "_penalise")]
+    assert made and not any("fma.rn.f32" in b.ptx for b in made)
+    assert all("div.rn.f32" in b.ptx for b in made) and not any("div.full.f32" in b.ptx for b in made)
