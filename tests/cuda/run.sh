@@ -19,8 +19,8 @@ info.mkdir(exist_ok=True)
 (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: trivium\nVersion: {project['version']}\n")
 groups = [f"[{name}]\n" + "".join(f"{k} = {v}\n" for k, v in found.items()) for name, found in project["entry-points"].items()]
 (info / "entry_points.txt").write_text("\n".join(groups))
-roots = [p.parent for p in Path.cwd().glob("*/trivium*/__init__.py")] + [p.parent for p in Path.cwd().glob("backends/*/trivium_*/__init__.py")]
-(packages / "trivium-sources.pth").write_text("".join(f"{root.parent}\n" for root in roots))
+found = [*Path.cwd().glob("*/trivium*/__init__.py"), *Path.cwd().glob("backends/*/trivium_*/__init__.py")]
+(packages / "trivium-sources.pth").write_text("".join(f"{package.parents[1]}\n" for package in found))
 print("\n".join(project["dependencies"]))
 PYTHON
 pip install -q torch==2.13.0 triton==3.7.1 "pytest>=8" "hypothesis>=6.100" -r "$env/needed"

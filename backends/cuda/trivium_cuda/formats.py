@@ -41,7 +41,7 @@ def capabilities(capability: tuple[int, int]) -> Capabilities:
     modern = has_triton_kernels(capability)
     dtypes = ("bfloat16", "float16", "float32") if modern else ("float16", "float32")
     return Capabilities(
-        dtypes=dtypes, weight_formats=weight_formats(capability), kv_dtypes=(*dtypes, "int8"), page_sizes=PAGE_SIZES,
+        dtypes=dtypes, weight_formats=weight_formats(capability), kv_dtypes=(*dtypes, "fp8", "int8"), page_sizes=PAGE_SIZES,
         asynchronous=True, graph_capture=modern, max_graphs=GRAPHS if modern else 0, collectives=True,
         unsupported={} if modern else {"bfloat16": _NO_BFLOAT16},
     )  # fmt: skip

@@ -18,7 +18,7 @@ from trivium_cuda.session import CudaSession, DeviceCarried, DevicePaged
 from trivium_torch.kernels import FUSED_KERNELS, dense, moe
 from trivium_torch.kernels.dense import Args, Attrs
 from trivium_cuda.weights import CudaResident, Float8, Int4
-from trivium_torch.pages import Floats
+from trivium_torch.pages import Eights, Floats
 from trivium_torch.weights import Int8
 
 PRIORITY = 10
@@ -33,7 +33,8 @@ def stores(kv: DevicePaged) -> tuple[Store, Store]:
 
 def _store(floats: Floats) -> Store:
     numbers, *scales = floats.parts
-    return Store(numbers, scales[0] if scales else None)
+    kept = numbers.view(torch.float8_e4m3fn) if isinstance(floats, Eights) else numbers
+    return Store(kept, scales[0] if scales else None)
 
 
 # Products and look-ups, by what a weight is.

@@ -19,6 +19,7 @@ from torch import Tensor
 from trivium.errors import ProgramError
 from trivium.ops import Batch, StateSpec
 
+E4M3_MAX = 448.0
 LANES = 16
 """Keys are padded to a multiple of this, and sequences of like length go together."""
 
@@ -66,9 +67,28 @@ class Bytes(Floats):
         return (n, torch.int8), (1, torch.bfloat16)
 
 
+class Eights(Bytes):
+    """float8_e4m3, kept as its bits, with a bfloat16 scale for each row of a token and head: largest size / 448."""
+
+    def read(self, index: Tensor) -> Tensor:
+        return self._rows(0, index).view(torch.float8_e4m3fn).to(torch.float32) * self._rows(1, index).to(torch.float32)
+
+    def write(self, slots: Tensor, rows: Tensor) -> None:
+        x = rows.transpose(0, 1).to(torch.float32)
+        scale = (x.abs().amax(dim=-1, keepdim=True) / E4M3_MAX).to(torch.bfloat16)
+        divisor = torch.where(scale == 0, torch.inf, scale.to(torch.float32))
+        near = (x / divisor).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+        for part, new in zip(self.parts, (near.view(torch.uint8), scale), strict=True):
+            part.index_copy_(1, slots, new)
+
+    @staticmethod
+    def dtypes(n: int, dtype: str) -> tuple[tuple[int, torch.dtype], ...]:
+        return (n, torch.uint8), (1, torch.bfloat16)
+
+
 def store_class(dtype: str) -> type[Floats]:
     """How a KV dtype is kept."""
-    return Bytes if dtype == "int8" else Floats
+    return {"int8": Bytes, "fp8": Eights}.get(dtype, Floats)
 
 
 def rows_of(spec: StateSpec) -> tuple[tuple[int, int], ...]:

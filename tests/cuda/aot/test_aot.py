@@ -91,6 +91,21 @@ def turned(kv: Any) -> Any:
     return rotary.norm_rope_write(q, k, k, norm, norm, *tables, store(8, 128, kv), store(8, 128, kv), meta(64, dtype=I64), eps=1e-5)
 
 
+def single(kv: Any = torch.bfloat16) -> Any:
+    """One sequence's decode: sizes of one become constants of a kernel."""
+    q, where = meta(1, 32, 128), (meta(1, 64, dtype=I32), meta(2, dtype=I32), meta(1, dtype=I32))
+    return attention.paged_attention(
+        q, store(8, 128, kv), store(8, 128, kv), *where, page_size=16, max_queries=1, max_context=200, scale=0.1
+    )
+
+
+def greedy() -> Any:
+    """One row of a small vocabulary without a temperature."""
+    f, i, wide, none = meta(1, dtype=F32), meta(1, dtype=I32), meta(1, dtype=I64), meta(0, dtype=I32)
+    columns = sampler.Columns(f, i, f, f, wide, wide, f, f, f, i, none, none, none, none, none, meta(0, dtype=F32))
+    return sampler.sample(meta(1, 4000), columns, vocab_size=4000, features=sampler.Features(), top_logprobs=0)
+
+
 def sampled() -> Any:
     """All stages, of 8 rows of 128,256."""
     f, i, wide = meta(8, dtype=F32), meta(8, dtype=I32), meta(8, dtype=I64)
@@ -125,6 +140,12 @@ CALLS: dict[str, Callable[[], Any]] = {
     "latent attention over fp8": lambda: latent(E4M3),
     "delta rule": delta,
     "sampler": sampled,
+    "sampler of one row": greedy,
+    "decode of one sequence": single,
+    "one token with one expert": lambda: experts.moe_experts(
+        meta(1, 512), meta(1, 1, dtype=F32), meta(1, 1, dtype=I32), meta(4, 256, 512), meta(4, 256, 512), meta(4, 512, 256)
+    ),
+    "one row": lambda: norms.add_rms_norm(meta(1, 2048), meta(1, 2048), None, 1e-5),
     **{f"{kind}, {m} rows": small(kind, m) for kind in KINDS for m in (1, 64, 2048)},
     **{f"experts of {how}, {tokens} tokens": routed(tokens, how) for how in ("float", "int4", "mxfp4") for tokens in (4, 512)},
 }
@@ -138,3 +159,11 @@ def test_a_launch_fits_the_chip_and_uses_its_matrix_units(name: str, capability:
     assert all(used), f"{name}: a product without matrix instructions"
     if capability in NEWEST and name.endswith(("64 rows", "2048 rows", "heads of 128")):
         assert any(NEWEST[capability] in kinds for kinds in used), f"{name}: {used}"
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_the_sampler_rounds_each_product_and_each_sum_by_itself(capability: int) -> None:
+    """A fused multiply-add would give other weights than the reference; divisions must be those of IEEE."""
+    made = [b for b in builds(sampled, capability) if b.name in ("_digits", "_weigh", "_choose", "_penalise")]
+    assert made and not any("fma.rn.f32" in b.ptx for b in made)
+    assert all("div.rn.f32" in b.ptx for b in made) and not any("div.full.f32" in b.ptx for b in made)

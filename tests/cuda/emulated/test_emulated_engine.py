@@ -280,3 +280,17 @@ def test_the_kit_s_steps_of_one_token_a_sequence_are_replayed(monkeypatch):
     [row] = [check.run() for check in collect_checks(lab, ["operators"]) if check.name == "moe_route"]
     assert row.status == "passed", row.detail
     assert device.replays
+
+
+def test_a_misfit_goes_to_the_next_kernel_and_explain_says_why(emulated):
+    from tiny_checkpoints import tiny_config
+
+    from trivium.models import build
+    from trivium.plugin import select_kernels
+
+    backend = emulated_cuda.EmulatedBackend((emulated,))
+    [device] = backend.probe().devices
+    program = build(tiny_config("llama", head_dim=320))
+    [choice, *_] = [c for c in select_kernels(program, backend.kernels(device)) if c.call.name == "paged_attention"]
+    assert choice.kernel.name == "scaled_dot_product_attention"
+    assert [(k.name, why) for k, why in choice.refused] == [("triton paged_attention", "heads of 320 numbers are over its 256")]

@@ -102,3 +102,11 @@ def check_rows(store, want, slots, kind, dtype):
     else:
         rtol, atol = ROPE.tolerances[dtype]
         np.testing.assert_allclose(got, held(want, kind)[kept], rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_bytes_without_scales_are_refused(dtype):
+    bare = rotary.Store(torch.zeros(2, 16, 8, dtype=dtype))
+    k, slots = torch.zeros(1, 2, 8), torch.zeros(1, dtype=torch.int64)
+    with pytest.raises(ValueError, match="stored with scales"):
+        rotary.kv_write(bare, bare, k, k, slots)

@@ -13,7 +13,8 @@ norms          rms_norm(x, weight | None, eps, offset=0.0) -> y
                    before its norm is taken
                add_rms_norm_quantise(x, y, weight | None, eps, offset=0.0, *, kind) -> (total, Rows), and
                rms_norm_quantise(x, weight | None, eps, offset=0.0, *, kind) -> Rows; kind: "int8" or "fp8"
-activations    gated(gate, up, *, kind="silu", limit=None, alpha=1.0, up_offset=0.0) -> y, the operator `gated`, all kinds
+activations    gated(gate, up, *, kind="silu", limit=None, alpha=1.0, up_offset=0.0, dtype=None) -> y, the operator `gated`, all
+                   kinds; in another dtype if asked
                gated_quantise(..., *, quantise="int8" | "fp8") -> Rows
 quantise       quantise_rows(x, kind) -> Rows(numbers int8 or float8_e4m3fn [rows, n], scales float32[rows, 1])
                quantise_blocks(x) -> Rows(float8_e4m3fn [rows, n], scales float32[rows, n / 128])
@@ -43,7 +44,7 @@ fp8            linear(x, numbers float8_e4m3fn[out, in], scales, bias | None, *,
                linear_rows(rows: Rows, numbers, scales, bias | None, dtype, *, invariant=False) -> y
                    scales float32: [1, 1], [out, 1] or, with quantise_blocks' rows or x as it comes, [out / 128, in / 128]
 experts        moe_experts(x, weights[tokens, top_k], ids int32[tokens, top_k], gate, up, down, gate_bias, up_bias, down_bias, *,
-                   kind, limit, alpha, up_offset, invariant=False) -> y; gate, up, down: all float tensors or all Packed
+                   kind, limit, alpha, up_offset, invariant=False) -> y; gate, up, down: float tensors or Packed
 sampler        sample(logits[rows, width], columns: Columns, *, vocab_size, features: Features, top_logprobs=-1) -> Chosen(ids
                    int32[rows], logprobs, ranks, top_ids, top_logprobs); Columns are the device's copies of SampleInputs, Features
                    what any row asks for. Stages 2 to 6, 8, 10, 11 and 13; for typical_p, top_n_sigma and XTC the reference is

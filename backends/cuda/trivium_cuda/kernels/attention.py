@@ -259,12 +259,14 @@ def tiles(few: bool, group: int, width: int, dtype: torch.dtype, kind: str, devi
     chip, wide = capability(device), dtype == torch.float32
     roomy, warpgroups = chip in (80, 90, 100, 103), chip in (90, 100, 103)
     if width > 256:
-        return Tile(16, 16, 4, 1) if wide else (Tile(16 if kind else 32, 32, 8, 3) if roomy else Tile(16, 32, 4, 1))
+        if wide or (kind and not roomy):
+            return Tile(16, 16, 4 if wide else 8, 1)
+        return Tile(16 if kind else 32, 32, 8, 3) if roomy else Tile(16, 32, 4, 1)
     if few:
         rows = FEW_ROWS if group <= FEW_ROWS or wide else min(power(group), 64)
         return Tile(rows, 32 if wide or width > 128 else 64, 4, 5 if roomy else 3)
     if wide:
-        return Tile(16, 32, 4, 1) if width > 128 else Tile(32, 32, 4, 3)
+        return Tile(16, 16, 4, 1)
     if width > 128:
         return Tile(64, 32, 8, 3) if warpgroups else Tile(32, 32, 4, 3)
     return Tile(64 if kind else 128, 64, 8, 3) if warpgroups else Tile(64, 32, 8, 3)

@@ -34,7 +34,7 @@ class Rows(NamedTuple):
 
 def power(n: int, least: int = 1) -> int:
     """The next power of two, but `least`."""
-    return max(least, triton.next_power_of_2(n))
+    return max(least, int(triton.next_power_of_2(n)))
 
 
 def warps(block: int) -> int:

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from trivium_cuda.kernels.activations import gated
+from trivium_cuda.kernels.common import power
 from trivium_cuda.kernels.int4 import Packed
 from trivium_cuda.kernels.products import Matrix, Routes, product
 
@@ -24,21 +25,62 @@ def matrix(weight: Experts) -> Matrix:
     return Matrix("float", weight, weight.shape[1], weight.shape[2])
 
 
+# Reads the choices once for each expert, 4 bytes each, and writes how many an expert has.
+@triton.jit
+def _count(ids, COUNTS, choices, BLOCK: tl.constexpr):
+    found = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, choices, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        found += (tl.load(ids + i, mask=i < choices, other=-1) == tl.program_id(0)).to(tl.int32)
+    tl.store(COUNTS + tl.program_id(0), tl.sum(found, 0))
+
+
+@triton.jit
+def _blocks_of(counts, experts, SIZE: tl.constexpr, EXPERTS: tl.constexpr):
+    """(number of every expert, its blocks)."""
+    e = tl.arange(0, EXPERTS)
+    return e, tl.cdiv(tl.load(counts + e, mask=e < experts, other=0), SIZE)
+
+
+# Reads the counts and writes, for each block, its expert and empty rows.
+@triton.jit
+def _lay_out(counts, OF_BLOCK, ROWS, experts, blocks, choices, SIZE: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr):
+    b = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    e, own = _blocks_of(counts, experts, SIZE, EXPERTS)
+    before = tl.sum(((tl.cumsum(own, 0)[None, :] <= b[:, None]) & (e < experts)[None, :]).to(tl.int32), 1)
+    tl.store(OF_BLOCK + b, tl.where(before < experts, before, -1), mask=b < blocks)
+    empty = tl.zeros([BLOCK, SIZE], tl.int32) + choices
+    tl.store(ROWS + b[:, None] * SIZE + tl.arange(0, SIZE)[None, :], empty, mask=(b < blocks)[:, None])
+
+
+# Compares each choice with those before it, 4 bytes each, and writes it to its place.
+@triton.jit
+def _place(ids, counts, ROWS, experts, choices, SIZE: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, MANY: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    id = tl.load(ids + i, mask=i < choices, other=-1)
+    e, own = _blocks_of(counts, experts, SIZE, EXPERTS)
+    first = tl.sum(tl.where(e[None, :] < id[:, None], own[None, :], 0), 1)
+    rank = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, tl.minimum(choices, (tl.program_id(0) + 1) * BLOCK), MANY):
+        j = start + tl.arange(0, MANY)
+        other = tl.load(ids + j, mask=j < choices, other=-1)
+        rank += tl.sum(((other[None, :] == id[:, None]) & (j[None, :] < i[:, None])).to(tl.int32), 1)
+    tl.store(ROWS + first * SIZE + rank, i, mask=i < choices)
+
+
 def routes(ids: Tensor, experts: int, size: int) -> Routes:
     """Blocks of `size` choices of one expert each, in the order of experts and within them of choices; ids int32[tokens, top_k].
     The number of blocks is bounded by shapes alone, so that nothing waits for the device; those that are left over have no
     expert. divisor is 1: row r is choice r."""
-    choices, device = ids.numel(), ids.device
-    given, order = torch.sort(ids.flatten().to(torch.int64), stable=True)
-    counts = torch.zeros(experts, dtype=torch.int64, device=device).scatter_add_(0, given, torch.ones_like(given))
-    ends = ((counts + size - 1) // size).cumsum(0)
+    ids, choices, device = ids.contiguous(), ids.numel(), ids.device
     blocks = choices // size + min(experts, choices)
-    expert = torch.searchsorted(ends, torch.arange(blocks, device=device), right=True)
-    begins, firsts = ends - (counts + size - 1) // size, counts.cumsum(0) - counts
-    place = begins[given] * size + torch.arange(choices, device=device) - firsts[given]
-    rows = torch.full((blocks * size,), choices, dtype=torch.int32, device=device)
-    rows.scatter_(0, place, order.to(torch.int32))
-    return Routes(torch.where(expert < experts, expert, -1).to(torch.int32), rows, 1, size)
+    counts, of_block = (torch.empty(n, dtype=torch.int32, device=device) for n in (experts, blocks))
+    rows = torch.empty(blocks * size, dtype=torch.int32, device=device)
+    shared = {"SIZE": size, "EXPERTS": power(experts), "num_warps": 4}
+    _count[(experts,)](ids, counts, choices, BLOCK=1024, num_warps=4)
+    _lay_out[(triton.cdiv(blocks, 16),)](counts, of_block, rows, experts, blocks, choices, BLOCK=16, **shared)
+    _place[(triton.cdiv(choices, 16),)](ids, counts, rows, experts, choices, BLOCK=16, MANY=256, **shared)
+    return Routes(of_block, rows, 1, size)
 
 
 # Reads top_k rows of n float32 numbers for each token and writes one: 2 * top_k * n operations, in the order of the choices.

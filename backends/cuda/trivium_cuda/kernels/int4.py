@@ -57,7 +57,8 @@ def _runs(codes: Tensor, half: int) -> Tensor:
     """uint8[..., out, in] -> uint8[..., in / 2, out], filled up with zeros to whole runs."""
     codes = torch.nn.functional.pad(codes, (0, -codes.shape[-1] % (2 * half)))
     run = codes.unflatten(-1, (-1, 2, half))
-    return (run[..., 0, :] | run[..., 1, :] << 4).flatten(-2).transpose(-1, -2).contiguous()
+    packed: Tensor = run[..., 0, :] | run[..., 1, :] << 4
+    return packed.flatten(-2).transpose(-1, -2).contiguous()
 
 
 def pack_int4(codes: Tensor, scales: Tensor, zeros: Tensor | None = None, order: Tensor | None = None) -> Packed:

@@ -184,7 +184,9 @@ def plan(m: int, w: Matrix, dtype: torch.dtype, device: torch.device, *, invaria
         parts = 1 if routed else _parts(w, 64, depth)
         return Plan(16, 64, depth, parts, 4, stages)
     if wide or (routed or m) <= 64 or (w.packed and not warpgroups):
-        return Plan(routed or 32 if wide else 64, 64, depth, 1, 4, 1 if wide else 3 if roomy else 2)
+        mixed = w.order is not None and not warpgroups  # where x lies is loaded first, and takes registers
+        rows = 32 if wide or mixed else 64
+        return Plan(routed or rows, 64, depth, 1, 4, 1 if wide or mixed else 3 if roomy else 2)
     columns = 64 if w.packed else 128  # a group's own sum takes as many registers as the sum of all
     return Plan(routed or 128, columns, depth, 1, 8, 3 if roomy and not w.scale_block else 2)
 

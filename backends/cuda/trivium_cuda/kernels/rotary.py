@@ -21,8 +21,10 @@ class Store(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """ "" for floats, else "int8", "fp8" or "fp8 given"."""
+        """Empty for floats, else "int8", "fp8" or "fp8 given"; ValueError for bytes without scales."""
         if self.scales is None:
+            if self.numbers.dtype in (torch.int8, torch.uint8, torch.float8_e4m3fn):
+                raise ValueError(f"numbers of {self.numbers.dtype} are stored with scales, and there are none")
             return ""
         if self.numbers.dtype == torch.int8:
             return "int8"
