@@ -40,7 +40,7 @@ def packed(count, out, inputs, seed):
 
 @pytest.mark.parametrize("tokens", [20, 90])
 def test_packed_experts_in_blocks_of_either_size(tokens):
-    """90 tokens of 2 choices are more than 16 for each of 4 experts: blocks of 64."""
+    """90 tokens of 2 choices are more than 16 for each of 4 experts: the larger blocks."""
     draw, weights = rng(1), (packed(4, 48, 64, 2), packed(4, 48, 64, 3), packed(4, 40, 64, 4))
     weights = (*weights[:2], packed(4, 64, 64, 5)._replace(inputs=48))
     x, chosen = draw.normal(0, 1, (tokens, 64)).astype(np.float32), draw.uniform(0, 1, (tokens, 2)).astype(np.float32)

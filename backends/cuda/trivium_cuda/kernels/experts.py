@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from trivium_cuda.kernels.activations import gated
-from trivium_cuda.kernels.common import power
+from trivium_cuda.kernels.common import capability, power
 from trivium_cuda.kernels.int4 import Packed
 from trivium_cuda.kernels.products import Matrix, Routes, product
 
@@ -94,6 +94,11 @@ def _sum_choices(FOUND, weights, OUT, n, top_k, BLOCK: tl.constexpr):
     tl.store(OUT + token * n + c, total.to(OUT.dtype.element_ty), mask=c < n)
 
 
+def _many(weight: Experts, device: torch.device) -> int:
+    """Packed numbers take registers that 64 rows need where a product's sums are in registers of one warp."""
+    return MANY if isinstance(weight, Tensor) or capability(device) in (90, 100, 103) else MANY // 2
+
+
 def moe_experts(
     x: Tensor, weights: Tensor, ids: Tensor, gate: Experts, up: Experts, down: Experts, gate_bias: Tensor | None = None,
     up_bias: Tensor | None = None, down_bias: Tensor | None = None, *, kind: str = "silu", limit: float | None = None,
@@ -108,7 +113,7 @@ def moe_experts(
     if not tokens:
         return y
     choices = tokens * top_k
-    size = FEW if invariant or choices <= FEW * experts else MANY
+    size = FEW if invariant or choices <= FEW * experts else _many(gate, x.device)
     plan = routes(ids, experts, size)
     between = torch.promote_types(x.dtype, gate.dtype) if isinstance(gate, Tensor) else x.dtype
     of_tokens = plan._replace(divisor=top_k)

@@ -186,7 +186,8 @@ def plan(m: int, w: Matrix, dtype: torch.dtype, device: torch.device, *, invaria
     if wide or (routed or m) <= 64 or (w.packed and not warpgroups):
         mixed = w.order is not None and not warpgroups  # where x lies is loaded first, and takes registers
         rows = 32 if wide or mixed else 64
-        return Plan(routed or rows, 64, depth, 1, 4, 1 if wide or mixed else 3 if roomy else 2)
+        deep = roomy and (warpgroups or not w.packed)
+        return Plan(routed or rows, 64, depth, 1, 4, 1 if wide or mixed else 3 if deep else 2)
     columns = 64 if w.packed else 128  # a group's own sum takes as many registers as the sum of all
     return Plan(routed or 128, columns, depth, 1, 8, 3 if roomy and not w.scale_block else 2)
 
