@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from emulated_cann import late_device
 
 ops: Any = torch.ops.npu
 HEADS, KV_HEADS, DIM, BLOCK = 8, 2, 128, 128
@@ -177,3 +178,86 @@ def test_two_graphs_keep_their_own_memory_apart(npu):
     torch.npu.synchronize()
     for factor, y in zip((2, 3), outputs):
         assert torch.equal(y.cpu(), ops.npu_swiglu(x * factor).cpu())
+
+
+# ---- streams and events ----
+
+
+def on_two_streams(ordered: bool) -> bool:
+    """Whether a stream sees what another computed before it, on a device that runs them as unexpectedly as it may."""
+    x, y = torch.zeros(64).npu(), torch.zeros(64).npu()
+    first, second = torch.npu.current_stream(), torch.npu.Stream()
+    second.wait_stream(first)
+    with late_device():
+        x.fill_(3)
+        if ordered:
+            second.wait_stream(first)
+        with torch.npu.stream(second):
+            y.copy_(x * 2)
+        torch.npu.synchronize()
+    return bool((y.cpu() == 6).all())
+
+
+def test_a_stream_that_waits_for_no_event_runs_ahead(npu):
+    assert on_two_streams(ordered=True) and not on_two_streams(ordered=False)
+
+
+class Gated(Decode):
+    """A decode step whose attention waits, inside the graph, for an event that is recorded behind the update of its lengths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.event, self.updates = torch.npu.ExternalEvent(), torch.npu.Stream()
+        self.graph = torch.npu.NPUGraph()
+        with torch.npu.graph(self.graph):
+            stream = torch.npu.current_stream()
+            self.event.wait(stream)
+            self.event.reset(stream)
+            torch.npu.graph_task_group_begin(stream)
+            self.into_out([1, 1])
+            self.handle = torch.npu.graph_task_group_end(stream)
+
+    def update(self, lengths: list[int]) -> None:
+        with torch.npu.stream(self.updates):
+            torch.npu.graph_task_update_begin(self.updates, self.handle)
+            self.into_out(lengths)
+            torch.npu.graph_task_update_end(self.updates)
+            self.event.record(self.updates)
+
+
+@pytest.mark.parametrize("update_first", [False, True])
+def test_a_replay_waits_for_the_event_behind_its_update(npu, update_first):
+    decode = Gated()
+    for lengths in ([10, 20], [200, 130]):
+        if update_first:
+            decode.update(lengths)
+        decode.graph.replay()
+        if not update_first:
+            decode.update(lengths)
+        torch.npu.synchronize()
+        assert torch.equal(decode.out.cpu(), decode.eager(lengths))
+
+
+def test_a_replay_whose_event_nobody_records_is_found(npu):
+    decode = Gated()
+    decode.graph.replay()
+    with pytest.raises(RuntimeError, match="the device waits for ever: nobody records the event"):
+        torch.npu.synchronize()
+
+
+def test_an_update_that_overtakes_the_replay_before_is_found(npu):
+    decode = Gated()
+    found = []
+    for wait in (True, False):
+        with late_device():
+            decode.update([10, 20])
+            torch.npu.synchronize()
+            decode.graph.replay()
+            if wait:
+                torch.npu.synchronize()
+            decode.update([200, 130])
+            torch.npu.synchronize()
+        found.append(torch.equal(decode.out.cpu(), decode.eager([10, 20])))
+        if wait:  # the second event is still to be waited for
+            decode.graph.replay()
+    assert found == [True, False]

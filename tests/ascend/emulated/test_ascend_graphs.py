@@ -54,10 +54,16 @@ def test_captured_steps_give_the_same_tokens(npu, folders, wanted, model):
 
 
 def test_lengths_of_a_replay_are_those_of_the_step(npu, folders, wanted, monkeypatch):
-    """Without the update the graph would look at the lengths of its capture: this must show."""
-    from trivium_ascend.graphs import Recorder
+    """With those of its capture instead, the tokens are others."""
+    from trivium_ascend.graphs import Group
 
-    monkeypatch.setattr(Recorder, "update", lambda self, stream: None)
+    fill = Group.fill
+
+    def stale(self, *args):
+        fill(self, *args)
+        self.lengths[:] = [1] * self.size
+
+    monkeypatch.setattr(Group, "fill", stale)
     with LLM(folders["wide heads"], "ascend", max_num_seqs=4, **LOAD) as llm:
         assert ids(llm.generate(PROMPTS, GREEDY)) != wanted["wide heads"]
 

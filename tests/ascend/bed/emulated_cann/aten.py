@@ -123,7 +123,7 @@ def resized(op: Any, views: Any, view_kwargs: Any, out: torch.Tensor) -> torch.T
 
 def fresh(title: str, op: Any, views: Any, view_kwargs: Any) -> Any:
     """New tensors for the results. Their shapes come from a run on zeros where the data is not there yet."""
-    pending = DEVICE.capturing is not None or bool(DEVICE.queue)
+    pending = DEVICE.capturing is not None or not DEVICE.idle()
     blank = (lambda x: tree_map_only(torch.Tensor, zeros_like, x)) if pending else (lambda x: x)
     shaped = op(*blank(views), **blank(view_kwargs))
     outputs = tree_map_only(torch.Tensor, device_like, shaped)

@@ -1,4 +1,4 @@
-"""The emulated device: a queue of tasks, graphs that are recorded tasks, and a log of what was called and what ran."""
+"""The emulated device: streams of tasks, events between them, graphs that are recorded tasks, and a log of all that."""
 
 from __future__ import annotations
 
@@ -13,14 +13,10 @@ from typing import Any
 
 import torch
 
-from emulated_cann.chips import chip
-from emulated_cann.registry import INT, OPERATORS, POINTER, SIZE, Operator, function, need
-
-# What torch-npu calls by itself between strides and dtypes: logged with torch's operations, not with the fused ones
-COPIES = {"aclnnInplaceCopy": "copy_", "aclnnCast": "_to_copy"}
 INTERNAL_FORMATS = frozenset({29, 50, 51, 52, 53, 54})  # FRACTAL_NZ and its variants by C0
 # aclError codes: the wheel's include/acl/error_codes
 OK, NO_STREAM, CAPTURED_SYNC, GROUP_MISMATCH, BAD_ARGUMENT, KERNEL_FAULT = 0, 207008, 107030, 107034, 161002, 561002
+RELAXED = 2  # aclmdlRICaptureMode in which a thread may call what a capture otherwise refuses
 
 
 @dataclass(frozen=True)
@@ -29,20 +25,6 @@ class Call:
 
     name: str
     args: Any
-
-
-@dataclass(frozen=True)
-class Task:
-    name: str
-    body: Callable[[], object]
-
-
-@dataclass(frozen=True)
-class Event:
-    """Reached when the device has done `position` tasks; `ms`: when the host recorded it."""
-
-    position: int
-    ms: float
 
 
 @dataclass
@@ -72,9 +54,30 @@ class Log:
         return next(call.args for call in reversed(self.calls) if call.name.startswith(prefix))
 
 
+@dataclass(frozen=True)
+class Task:
+    """`ready`: whether the device can run it yet (a wait for an event)."""
+
+    name: str
+    body: Callable[[], object]
+    ready: Callable[[], bool] = lambda: True
+    number: int = 0
+
+
+@dataclass
+class Event:
+    """`records`: record calls of the host; `done`: the latest of them that the device has reached. `ms`: when the host recorded it
+    last."""
+
+    records: int = 0
+    done: int = 0
+    ms: float = 0.0
+
+
 @dataclass
 class Device:
-    """`lazy`: tasks wait until the host synchronises, as late as a real device may run them; else each runs at once.
+    """`lazy`: tasks wait until the host synchronises, and streams that nothing orders run in the order least expected, the latest
+    task first; else each task runs at once, or as soon as what its stream waits for is there. `mode`: of capture, see RELAXED.
     `fractals`: a tensor was cast to FRACTAL_NZ. `graph_limit`: captures that may be alive at a time: a real device runs out of
     streams."""
 
@@ -84,61 +87,121 @@ class Device:
     fractals: bool = False
     fault: Any = None
     release: Any = None
-    queue: deque[Task] = field(default_factory=deque)
+    streams: dict[int, deque[Task]] = field(default_factory=dict)
+    events: dict[int, Event] = field(default_factory=dict)
     graphs: dict[int, list[Task]] = field(default_factory=dict)
     groups: dict[int, tuple[int, list[int]]] = field(default_factory=dict)
     prepared: dict[int, Task] = field(default_factory=dict)
-    events: dict[int, Event] = field(default_factory=dict)
     capturing: int | None = None
+    mode: int = 0
     group_start: int = 0
-    updating: tuple[list[Task], deque[int]] | None = None
-    queued: int = 0
-    done: int = 0
+    updating: tuple[int, deque[int]] | None = None
     ids: Iterator[int] = field(default_factory=lambda: itertools.count(0x1000))
 
-    def emit(self, name: str, body: Callable[[], object]) -> None:
+    # ---- what the host gives ----
+
+    def emit(
+        self, name: str, body: Callable[[], object], stream: int | None = None, ready: Callable[[], bool] | None = None
+    ) -> None:
         """Runs a task, or queues it, or records it: into the graph being captured, or over a recorded task being updated."""
-        task = Task(name, body)
+        task = Task(name, body, ready or Task.ready, next(self.ids))
         if self.updating is not None:
-            self._replace(task)
+            self._replace(task, self._stream(stream))
         elif self.capturing is not None:
             self.graphs[self.capturing].append(task)
         else:
-            self.queue.append(task)
-            self.queued += 1
-            if not self.lazy:
-                self.flush()
+            self._queue(task, self._stream(stream))
 
-    def _replace(self, task: Task) -> None:
+    def _stream(self, stream: int | None) -> int:
+        return torch.npu.current_stream().npu_stream if stream is None else stream
+
+    def _queue(self, task: Task, stream: int) -> None:
+        self.streams.setdefault(stream, deque()).append(task)
+        if not self.lazy:
+            self.advance()
+
+    def _replace(self, task: Task, stream: int) -> None:
+        """A graph task update: the recorded task changes when the updating stream gets there."""
         assert self.updating is not None
-        tasks, positions = self.updating
+        graph, positions = self.updating
         if not positions:
             raise RuntimeError(f"graph task update: {task.name} has no recorded task left to replace")
         position = positions.popleft()
-        if tasks[position].name != task.name:
-            raise RuntimeError(f"graph task update: {task.name} would replace {tasks[position].name}")
-        tasks[position] = task
+        if self.graphs[graph][position].name != task.name:
+            raise RuntimeError(f"graph task update: {task.name} would replace {self.graphs[graph][position].name}")
 
-    def flush(self, until: int | None = None) -> None:
-        """Runs what is queued, up to the task of that number."""
-        while self.queue and (until is None or self.done < until):
-            task = self.queue.popleft()
-            self.done += 1
-            self.run(task)
+        def update() -> None:
+            self.graphs[graph][position] = task
 
-    def run(self, task: Task) -> None:
+        self._queue(Task("task update", update, number=next(self.ids)), stream)
+
+    def replay(self, graph: int, stream: int) -> None:
+        """Queues a graph's tasks, each as it will be when its turn comes."""
+        if graph not in self.graphs:
+            raise RuntimeError("a graph that was destroyed or never ended")
+        recorded = self.graphs[graph]
+
+        def again(position: int) -> Task:
+            body, ready = lambda: recorded[position].body(), lambda: recorded[position].ready()
+            return Task(recorded[position].name, body, ready, next(self.ids))
+
+        for position in range(len(recorded)):
+            self._queue(again(position), stream)
+
+    # ---- what the device does ----
+
+    def advance(self, until: Callable[[], bool] = lambda: False) -> None:
+        """Runs what can run, the stream's tasks in their order, until a condition holds."""
+        while not until():
+            heads = [(queue[0].number, stream) for stream, queue in self.streams.items() if queue and queue[0].ready()]
+            if not heads:
+                return
+            _, stream = max(heads) if self.lazy else min(heads)
+            self._run(self.streams[stream].popleft())
+
+    def _run(self, task: Task) -> None:
         self.log.ran.append(task.name)
         try:
-            with torch.inference_mode():  # in which tensors made inside and outside of it may be written
+            with torch.inference_mode():  # the tensors may have been made in it
                 task.body()
         except Exception as e:
             raise RuntimeError(f"{task.name}: {type(e).__name__}: {e}") from e
+
+    def flush(self, stream: int | None = None) -> None:
+        """Waits for a stream, or for all; a RuntimeError where a real device would wait for ever."""
+        over = self.idle if stream is None else lambda: not self.streams.get(stream)
+        self.advance(over)
+        if not over():
+            waiting = sorted(queue[0].name for queue in self.streams.values() if queue)
+            self.streams.clear()
+            raise RuntimeError(f"the device waits for ever: nobody records the event of {', '.join(waiting)}")
+
+    def idle(self) -> bool:
+        return not any(self.streams.values())
 
     def say(self, fault: BaseException | str) -> None:
         """Sets what aclGetRecentErrMsg returns."""
         text = fault if isinstance(fault, str) else f"{type(fault).__name__}: {fault}"
         data = text.encode()[:4000] + b"\0"
         c.memmove(self.fault, data, len(data))
+
+    # ---- events ----
+
+    def record(self, event: Event, stream: int) -> None:
+        event.records += 1
+        event.ms = time.perf_counter() * 1e3
+        number = event.records
+
+        def reach() -> None:
+            event.done = max(event.done, number)
+
+        self.emit("record", reach, stream)
+
+    def wait(self, event: Event, stream: int) -> None:
+        """Inside a capture there is nothing to wait for: the order of the graph is that of its tasks."""
+        record = event.records
+        if self.capturing is None:
+            self.emit("wait", lambda: None, stream, lambda: event.done >= record)
 
 
 DEVICE = Device()
@@ -161,185 +224,12 @@ def guarded(code: int) -> Callable[[Callable[..., int | None]], Callable[..., in
     return wrap
 
 
-# ---- operators: phase one checks and prepares, phase two runs ----
-
-
-def phase_one(op: Operator, convert: list[Callable[[Any], Any]]) -> Callable[..., int]:
-    """xGetWorkspaceSize(arguments..., uint64_t *workspace, aclOpExecutor **executor)."""
-    names = [name for name, _ in op.parameters]
-
-    @guarded(BAD_ARGUMENT)
-    def prepare(*raw: Any) -> None:
-        arguments = type("Arguments", (), {})()
-        arguments.__dict__.update((n, f(v)) for n, f, v in zip(names, convert, raw))
-        if op.name in COPIES:
-            DEVICE.log.aten[COPIES[op.name]] += 1
-        else:
-            DEVICE.log.calls.append(Call(op.name, arguments))
-        check_everywhere(op, arguments)
-        if op.check is not None:
-            op.check(arguments)
-        key = next(DEVICE.ids)
-        DEVICE.prepared[key] = Task(op.name, lambda: execute(op, arguments))
-        c.c_uint64.from_address(raw[-2]).value = 0
-        c.c_void_p.from_address(raw[-1]).value = key
-
-    return prepare
-
-
-def check_everywhere(op: Operator, arguments: Any) -> None:
-    """What holds for every operator: the chip has it, and only those that say so read FRACTAL_NZ."""
-    need(not op.name.startswith(chip().absent), f"{op.name} is not documented for {chip().name}")
-    for name, letter in op.parameters:
-        value = getattr(arguments, name)
-        found = [value] if letter == "T" else value if letter == "L" else []
-        internal = any(getattr(t, "acl_format", 2) in INTERNAL_FORMATS for t in found or () if t is not None)
-        need(not internal or name in op.any_format, f"{op.name} takes no FRACTAL_NZ as {name}")
-
-
-def execute(op: Operator, arguments: Any) -> None:
-    if op.inspect is not None:
-        op.inspect(arguments)
-    op.compute(arguments)
-
-
-@guarded(KERNEL_FAULT)
-def phase_two(workspace: int, size: int, executor: int, stream: int) -> None:
-    task = DEVICE.prepared.pop(executor)
-    DEVICE.emit(task.name, task.body)
-
-
-# ---- memory ----
-
-
-def move(target: int, capacity: int, source: int, n: int, kind: int) -> None:
-    if n > capacity:
-        raise ValueError(f"a copy of {n} bytes into {capacity}")
-    DEVICE.emit("memcpy", lambda: c.memmove(target, source, n))
-
-
-@function(POINTER, SIZE, POINTER, SIZE, INT, POINTER)
-@guarded(BAD_ARGUMENT)
-def aclrtMemcpyAsync(target: int, capacity: int, source: int, n: int, kind: int, stream: int) -> None:
-    move(target, capacity, source, n, kind)
-
-
-@function(POINTER, SIZE, POINTER, SIZE, INT)
-@guarded(BAD_ARGUMENT)
-def aclrtMemcpy(target: int, capacity: int, source: int, n: int, kind: int) -> int:
-    if DEVICE.capturing is not None:
-        return captured_sync("a synchronous copy")
-    move(target, capacity, source, n, kind)
-    DEVICE.flush()
-    return OK
-
-
-@function(POINTER, SIZE, INT, SIZE)
-@guarded(BAD_ARGUMENT)
-def aclrtMemset(target: int, capacity: int, value: int, n: int) -> None:
-    DEVICE.emit("memset", lambda: c.memset(target, value, n))
-    DEVICE.flush()
-
-
-@function(POINTER, SIZE, INT, SIZE, POINTER)
-@guarded(BAD_ARGUMENT)
-def aclrtMemsetAsync(target: int, capacity: int, value: int, n: int, stream: int) -> None:
-    DEVICE.emit("memset", lambda: c.memset(target, value, n))
-
-
-@function(POINTER)
-@guarded(BAD_ARGUMENT)
-def aclrtFree(address: int) -> None:
-    DEVICE.flush()
-    DEVICE.release(c.c_void_p(address))
-
-
-# ---- synchronisation ----
-
-
-def captured_sync(what: str) -> int:
+def refused(what: str) -> int:
+    """The error of what a capture refuses; OK where there is none, or the thread is relaxed."""
+    if DEVICE.capturing is None or DEVICE.mode == RELAXED:
+        return OK
     DEVICE.say(f"{what} during graph capture is not allowed")
     return CAPTURED_SYNC
-
-
-def synchronise(what: str) -> int:
-    if DEVICE.capturing is not None:
-        return captured_sync(what)
-    DEVICE.flush()
-    return OK
-
-
-@function(POINTER)
-@guarded(KERNEL_FAULT)
-def aclrtSynchronizeStream(stream: int) -> int:
-    return synchronise("synchronising a stream")
-
-
-@function(POINTER, c.c_int32)
-@guarded(KERNEL_FAULT)
-def aclrtSynchronizeStreamWithTimeout(stream: int, ms: int) -> int:
-    return synchronise("synchronising a stream")
-
-
-@function()
-@guarded(KERNEL_FAULT)
-def aclrtSynchronizeDevice() -> int:
-    return synchronise("synchronising the device")
-
-
-@function(c.c_int32)
-@guarded(KERNEL_FAULT)
-def aclrtSynchronizeDeviceWithTimeout(ms: int) -> int:
-    return synchronise("synchronising the device")
-
-
-@function(POINTER)
-@guarded(KERNEL_FAULT)
-def aclrtSynchronizeEvent(event: int) -> int:
-    if DEVICE.capturing is not None:
-        return captured_sync("waiting for an event")
-    if event in DEVICE.events:
-        DEVICE.flush(DEVICE.events[event].position)
-    return OK
-
-
-@function(POINTER, POINTER)
-@guarded(BAD_ARGUMENT)
-def aclrtRecordEvent(event: int, stream: int) -> None:
-    DEVICE.events[event] = Event(DEVICE.queued, time.perf_counter() * 1e3)
-
-
-@function(POINTER, POINTER, POINTER)
-@guarded(BAD_ARGUMENT)
-def aclrtEventElapsedTime(ms: int, start: int, end: int) -> None:
-    c.c_float.from_address(ms).value = DEVICE.events[end].ms - DEVICE.events[start].ms
-
-
-def reached(event: int) -> bool:
-    """An event that was never recorded counts as reached."""
-    return event not in DEVICE.events or DEVICE.done >= DEVICE.events[event].position
-
-
-def answer(address: int, done: bool) -> None:
-    c.c_int.from_address(address).value = int(done)
-
-
-@function(POINTER, POINTER)
-@guarded(BAD_ARGUMENT)
-def aclrtQueryEventStatus(event: int, status: int) -> None:
-    answer(status, reached(event))
-
-
-@function(POINTER, POINTER)
-@guarded(BAD_ARGUMENT)
-def aclrtQueryEventWaitStatus(event: int, status: int) -> None:
-    answer(status, reached(event))
-
-
-@function(POINTER, POINTER)
-@guarded(BAD_ARGUMENT)
-def aclrtStreamQuery(stream: int, status: int) -> None:
-    answer(status, not DEVICE.queue)
 
 
 @contextmanager
@@ -354,7 +244,8 @@ def recorded() -> Iterator[Log]:
 
 @contextmanager
 def late_device() -> Iterator[None]:
-    """Inside, the device runs nothing before the host synchronises: what reads results or reuses pinned memory too early, shows."""
+    """Inside, the device runs nothing before the host synchronises: what reads results or reuses pinned memory too early, shows,
+    and so does a stream that relies on another without an event."""
     DEVICE.flush()
     DEVICE.lazy = True
     try:
@@ -362,7 +253,3 @@ def late_device() -> Iterator[None]:
     finally:
         DEVICE.lazy = False
         DEVICE.flush()
-
-
-def operator_names() -> list[str]:
-    return list(OPERATORS)

@@ -41,13 +41,18 @@ def aclmdlRICaptureEnd(stream: int, graph: int) -> None:
     DEVICE.capturing = None
 
 
+@function(POINTER)
+@guarded(BAD_ARGUMENT)
+def aclmdlRICaptureThreadExchangeMode(mode: int) -> None:
+    """Puts the thread into a mode and gives back the one it had."""
+    given = c.c_int.from_address(mode)
+    DEVICE.mode, given.value = given.value, DEVICE.mode
+
+
 @function(POINTER, POINTER)
 @guarded(KERNEL_FAULT)
 def aclmdlRIExecuteAsync(graph: int, stream: int) -> None:
-    if graph not in DEVICE.graphs:
-        raise RuntimeError("a graph that was destroyed or never ended")
-    for task in list(DEVICE.graphs[graph]):
-        DEVICE.emit(task.name, task.body)
+    DEVICE.replay(graph, stream)
 
 
 @function(POINTER)
@@ -79,7 +84,7 @@ def aclmdlRICaptureTaskGrpEnd(stream: int, handle: int) -> None:
 @guarded(BAD_ARGUMENT)
 def aclmdlRICaptureTaskUpdateBegin(stream: int, handle: int) -> None:
     graph, positions = DEVICE.groups[handle]
-    DEVICE.updating = DEVICE.graphs[graph], deque(positions)
+    DEVICE.updating = graph, deque(positions)
 
 
 @function(POINTER)

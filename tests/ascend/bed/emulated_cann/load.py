@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from emulated_cann.chips import VARIANTS, chip
+from emulated_cann.silicon import has_cann
 
 # Torch must not open torch-npu by itself before its libraries are there, and torch-npu must not queue operators on a thread of its
 # own: views of device memory would race with it. Both are read at import.
@@ -38,10 +39,12 @@ def load() -> Any:
     os.environ.update(SETTINGS)
     chip()
     import torch
-    from emulated_cann import aten, device, graphs, operators  # noqa: F401
+    from emulated_cann import aten, device, graphs, operators, runtime  # noqa: F401
     from emulated_cann.build import build, open_all
     from emulated_cann.registry import FUNCTIONS, OPERATORS
 
+    if has_cann():
+        raise RuntimeError("there is a CANN here: the emulation would stand in its way")
     if "torch_npu" in sys.modules:
         raise RuntimeError("torch_npu was imported before the emulated CANN")
     operator_names, function_names = list(OPERATORS), list(FUNCTIONS)
@@ -64,15 +67,15 @@ def load() -> Any:
 
 
 def fill_table(library: c.CDLL, operator_names: list[str], function_names: list[str]) -> None:
-    from emulated_cann import device
+    from emulated_cann import runtime
     from emulated_cann.objects import ARGUMENTS
     from emulated_cann.registry import FUNCTIONS, OPERATORS
 
-    callbacks: list[Any] = [c.CFUNCTYPE(c.c_int, c.c_void_p, c.c_uint64, c.c_void_p, c.c_void_p)(device.phase_two)]
+    callbacks: list[Any] = [c.CFUNCTYPE(c.c_int, c.c_void_p, c.c_uint64, c.c_void_p, c.c_void_p)(runtime.phase_two)]
     for name in operator_names:
         letters = [ARGUMENTS[letter] for _, letter in OPERATORS[name].parameters]
         prototype = c.CFUNCTYPE(c.c_int, *(ctype for ctype, _ in letters), c.c_void_p, c.c_void_p)
-        callbacks.append(prototype(device.phase_one(OPERATORS[name], [convert for _, convert in letters])))
+        callbacks.append(prototype(runtime.phase_one(OPERATORS[name], [convert for _, convert in letters])))
     for name in function_names:
         callbacks.append(c.CFUNCTYPE(c.c_int, *FUNCTIONS[name].types)(FUNCTIONS[name].body))
     table = (c.c_void_p * len(callbacks)).in_dll(library, "emulated_table")

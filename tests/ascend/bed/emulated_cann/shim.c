@@ -59,19 +59,13 @@ int aclrtMallocAlign32(void **out, size_t bytes, int policy) { return aclrtMallo
 int aclrtMallocHost(void **out, size_t bytes) { return posix_memalign(out, 64, bytes + 64) ? OUT_OF_MEMORY : OK; }
 int aclrtFreeHost(void *p) { free(p); return OK; }
 
-// ---- streams and events ----
+// ---- streams (what runs on them, and events: runtime.py) ----
 int aclrtCreateStream(void **out) { static int n; *out = &streams[n++ % STREAMS]; return OK; }
 int aclrtCreateStreamWithConfig(void **out, uint32_t priority, uint32_t flags) { return aclrtCreateStream(out); }
 int aclrtDestroyStream(void *stream) { return OK; }
 int aclrtDestroyStreamForce(void *stream) { return OK; }
 int aclrtSetStreamAttribute(void *stream, int attribute, void *value) { return OK; }
 int aclrtSetStreamOverflowSwitch(void *stream, uint32_t flag) { return OK; }
-int aclrtStreamWaitEvent(void *stream, void *event) { return OK; }
-int aclrtCreateEventExWithFlag(void **out, uint32_t flag) { *out = calloc(1, 16); return OK; }
-int aclrtCreateEventWithFlag(void **out, uint32_t flag) { return aclrtCreateEventExWithFlag(out, flag); }
-int aclrtCreateEvent(void **out) { return aclrtCreateEventExWithFlag(out, 0); }
-int aclrtDestroyEvent(void *event) { free(event); return OK; }
-int aclrtResetEvent(void *event, void *stream) { return OK; }
 
 // ---- options ----
 int aclrtSetDeviceSatMode(int mode) { return OK; }
