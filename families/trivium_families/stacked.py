@@ -35,15 +35,15 @@ class Stacked(Lazy):
         origin = "".join(f"({p.origin})" for p in parts) if all(p.origin for p in parts) else ""
         nbytes = sum(p.nbytes for p in parts)
         super().__init__(name, (len(parts), *first.shape), first.format, self._stack, self._decode, origin, nbytes)
-        object.__setattr__(self, "_parts", parts)
+        object.__setattr__(self, "_members", parts)
 
-    _parts: Sequence[Weight]
+    _members: Sequence[Weight]
 
     def _stack(self) -> Array:
-        return np.stack([p.data for p in self._parts])
+        return np.stack([p.data for p in self._members])
 
     def _decode(self, data: Array) -> npt.NDArray[np.float32]:
-        decode, shape = self._parts[0].decoder, self._parts[0].shape
+        decode, shape = self._members[0].decoder, self._members[0].shape
         return np.stack([decode(one).reshape(shape) for one in data])
 
 
