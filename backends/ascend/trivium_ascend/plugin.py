@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from trivium_torch.session import TorchSession
 
 PAGE_SIZES = (128,)
+MEMORY_SHARE = 0.8
+"""The rest is for steps and the graphs' own memory."""
 
 
 class AscendBackend(TorchBackend):
@@ -54,7 +56,7 @@ class AscendBackend(TorchBackend):
         return Capabilities(
             dtypes=chip.dtypes, weight_formats=tuple(formats), kv_dtypes=(*chip.dtypes, "int8"), page_sizes=PAGE_SIZES,
             asynchronous=True, graph_capture=chip.graphs, max_graphs=chip.streams, graph_cost=lambda layers: layers + 1,
-            collectives=True, unsupported=_lacking(chip),
+            collectives=True, memory_share=MEMORY_SHARE, unsupported=_lacking(chip),
         )  # fmt: skip
 
     def kernels(self, device: Device) -> Sequence[Kernel]:

@@ -27,8 +27,6 @@ from trivium.plugin.select import accepts, patterns
 from trivium.text import Tokenizer
 from trivium.weights import Checkpoint, open_checkpoint, resolve as resolve_model
 
-MEMORY_SHARE = 0.4
-"""Share of the free memory that the page pool may take when its size is not given."""
 STEP_TOKENS = 512
 """max_num_batched_tokens when it is not given, unless the backend's limit is lower."""
 _SAMPLE_FORMATS = ("float32", "float16", "bfloat16")
@@ -337,7 +335,7 @@ def _pool_size(session: Session, spec: KVSpec, p: Plan) -> tuple[int, int]:
     if options.num_kv_blocks is not None:
         pages = options.num_kv_blocks
     else:
-        affordable = int(session.memory().free * MEMORY_SHARE) // max(page_bytes, 1)
+        affordable = int(session.memory().free * p.capabilities.memory_share) // max(page_bytes, 1)
         pages = min(affordable, options.max_num_seqs * _pages_for(spec, max_model_len, tokens))
     fits = bisect.bisect_right(range(1, max_model_len + 1), pages, key=lambda length: _pages_for(spec, length, tokens))
     if fits < 1:
