@@ -88,7 +88,7 @@ class Capabilities:
     """Units that one captured batch size takes for a Program with so many states (one a layer)."""
     collectives: bool = False
     memory_share: float = 0.4
-    """Share of the memory left by the weights that the page pool takes where its size is not given; a step needs some of the rest."""
+    """Share of the memory left by the weights that the page pool takes if its size is not given; a step needs some of the rest."""
     threads: int = 0
     """Host threads the device will use and why (`details` of the Device says); 0: not a host device."""
     unsupported: Mapping[str, str] = field(default_factory=dict)
