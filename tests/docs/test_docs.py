@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 GUIDE = ROOT / "docs" / "plugin-guide.md"  # whose blocks build on each other: test_plugin_guide.py runs them
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 # Installing, and running the tests or CI from within a test, would recurse: CI itself runs these lines.
-BY_CI = re.compile(r"pip install|python -m venv|pytest|ruff|\.ci/run")
+BY_CI = re.compile(r"pip install|python -m venv|pytest|ruff|\.ci/run|tests/\w+/run\.sh")
 
 
 def blocks(language: str) -> list[tuple[str, str]]:
