@@ -20,6 +20,7 @@ pytest.importorskip("torch")
 from trivium_torch.ranks.data import Message, program_message, program_of
 from trivium_torch.ranks.session import rank_devices
 from trivium_torch.ranks.shard import local_spec, shard
+from trivium_torch.ranks.stages import cut, stage_spec
 from trivium_torch.ranks.wire import Wire
 
 LOAD = {"dtype": "float32", "kv_dtype": "float32", "num_kv_blocks": 96, "block_size": 16, "progress": False}
@@ -169,7 +170,7 @@ def test_a_rank_that_ends_is_an_error_and_not_a_wait(wide):
     with LLM(wide, "torch:cpu", **over(2)) as llm:
         os.kill(llm.loaded.session._processes[1].pid, signal.SIGKILL)
         for _ in range(2):
-            with pytest.raises(BackendError, match="the tensor-parallel group is lost: rank 1 has ended"):
+            with pytest.raises(BackendError, match="the group of ranks is lost: rank 1 has ended"):
                 llm.generate(PROMPTS[:1], GREEDY)
 
 
@@ -184,6 +185,80 @@ def test_what_a_rank_raises_is_raised_with_its_number(wide):
         assert session.memory().total > 0  # the group goes on
     finally:
         session.close()
+
+
+def staged(ranks, **more):
+    return {**LOAD, "backend_options": {"pipeline_parallel": ranks}, **more}
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory):
+    """A model of five layers, some with windows."""
+    return make_checkpoint(tmp_path_factory.mktemp("deep") / "gemma3", "gemma3", num_hidden_layers=5, layer_types=None)
+
+
+def test_three_stages_give_the_reference_s_tokens(deep):
+    with LLM(deep, "torch:cpu", **staged(3)) as llm:
+        assert ids(llm.generate(PROMPTS, ASKED)) == reference(deep)
+        llm.engine.check()
+
+
+def test_two_stages_share_weights_and_pages(wide):
+    with LLM(wide, "torch:cpu", **LOAD) as llm:
+        alone = llm.loaded.session.memory()
+    with LLM(wide, "torch:cpu", **staged(2)) as llm:
+        assert ids(llm.generate(PROMPTS, ASKED)) == reference(wide)
+        together = llm.loaded.session.memory()
+    assert together.kv == alone.kv
+    assert alone.weights <= together.weights < 1.1 * alone.weights  # no layer is held twice
+
+
+@pytest.mark.parametrize(("ahead", "backend"), [("reference", "torch:cpu"), ("torch:cpu", "reference")])
+def test_pages_go_from_one_device_to_stages_and_back(deep, ahead, backend):
+    two = {"backend_options": {"pipeline_parallel": 2}}
+    split = two if backend == "torch:cpu" else {"prefill_options": two}
+    with LLM(deep, backend, prefill=ahead, **LOAD, **split) as llm:
+        assert ids(llm.generate(PROMPTS, ASKED)) == reference(deep)
+
+
+def test_one_activation_a_token_crosses_a_cut(folders):
+    for family in FAMILIES:
+        program = traced(folders[family])
+        first, last = cut(program, 2)
+        sent = [call for call in first.program.calls if call.name == "send"]
+        assert [call.args[0].shape for call in sent] == [("tokens", open_checkpoint(folders[family]).config["hidden_size"])]
+        assert [call.name for call in last.program.calls].count("recv") == 1
+        assert (*first.states, *last.states) == tuple(range(len(program.states)))
+
+
+def test_every_stage_stores_its_own_layers():
+    groups = (Group(PagedKV(4, 8), (0, 2, 3)), Group(PagedKV(4, 8, 16), (1, 4)))
+    spec = KVSpec(16, "float32", groups)
+    assert [g.states for g in stage_spec(spec, (0, 1)).groups] == [(0,), (1,)]
+    assert [g.states for g in stage_spec(spec, (2, 3, 4)).groups] == [(0, 1), (2,)]
+
+
+def test_more_stages_than_layers_are_refused(folders):
+    with pytest.raises(UnsupportedError, match="layers can't be shared by 99 ranks"):
+        cut(traced(folders["llama"]), 99)
+
+
+def test_layers_that_share_a_state_across_a_cut_are_refused():
+    b = new_builder()
+    x = b.reshape(b.embedding(b.input("token_ids"), b.weight("table", (9, 8))), shape=("tokens", 1, 8))
+    first, second = (b.state(name, PagedKV(1, 8)) for name in ("a", "b"))
+    lengths = b.input("query_starts"), b.input("context_lens")
+    first = b.kv_write(first, x, x)
+    y = b.paged_attention(x, b.kv_write(second, x, x), *lengths, None, scale=1.0)
+    y = b.add(y, b.paged_attention(x, first, *lengths, None, scale=1.0))  # reads the first again
+    logits = b.gather_rows(b.reshape(y, shape=("tokens", 8)), b.input("sample_rows"))
+    with pytest.raises(UnsupportedError, match="share states"):
+        cut(b.finish({"logits": logits}, vocab_size=8), 2)
+
+
+def test_heads_and_layers_at_once_are_refused(wide):
+    with pytest.raises(UnsupportedError, match="don't go together"):
+        LLM(wide, "torch:cpu", **{**LOAD, "backend_options": {"tensor_parallel": 2, "pipeline_parallel": 2}})
 
 
 @pytest.mark.parametrize("ranks", [0, -1, "2", True, 1.5])
@@ -206,9 +281,9 @@ def test_more_ranks_than_devices_are_refused_with_both_numbers():
 
     backend = Lanes()
     first, second = backend.probe().devices
-    assert rank_devices(backend, first, 2) == [first, second]
+    assert rank_devices(backend, first, 2, "tensor_parallel") == [first, second]
     with pytest.raises(InvalidRequestError, match="tensor_parallel 2 needs as many devices from lane:1 on; there are 1"):
-        rank_devices(backend, second, 2)
+        rank_devices(backend, second, 2, "tensor_parallel")
 
 
 def test_adapters_over_ranks_are_refused(wide):

@@ -27,7 +27,7 @@ class AscendBackend(TorchBackend):
     version = "0.1.0"
     priority = 20
     device_types = ("npu",)
-    options = frozenset({"nz", "graphs", "tensor_parallel"})
+    options = frozenset({"nz", "graphs"})
     """graphs: False leaves decode steps uncaptured. nz: whether quantised weights are kept in the layout FRACTAL_NZ; by default
     where the chip gains by it."""
 

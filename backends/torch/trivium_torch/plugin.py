@@ -29,9 +29,10 @@ class TorchBackend(Backend):
     version = "0.1.0"
     device_types: tuple[str, ...] | None = None
     """Torch device types to offer; None: all that torch sees, and "cpu" last."""
-    options: frozenset[str] = frozenset({"threads", "tensor_parallel"})
-    """Options of open() beyond the contract's. threads: of torch on the host, for the whole process. tensor_parallel: over how many
-    devices, from the one that is opened on, the model is shared out, each with a process of its own."""
+    ranks_options: frozenset[str] = frozenset({"tensor_parallel", "pipeline_parallel"})
+    """Over how many devices, from the one that is opened on, a model is shared out by heads or by layers; each has a process."""
+    options: frozenset[str] = frozenset({"threads"})
+    """Further options of open() beyond the contract's. threads: of torch on the host, for the whole process."""
 
     def probe(self) -> Probe:
         try:
@@ -90,7 +91,12 @@ class TorchBackend(Backend):
         return TorchSession
 
     def open(self, device: Device, options: Mapping[str, Any]) -> Session:
-        known = sorted(_CONTRACT_OPTIONS | self.options | ({"graph_sizes"} if self.capabilities(device).graph_capture else set()))
+        known = sorted(
+            _CONTRACT_OPTIONS
+            | self.ranks_options
+            | self.options
+            | ({"graph_sizes"} if self.capabilities(device).graph_capture else set())
+        )
         if unknown := sorted(options.keys() - set(known)):
             raise InvalidRequestError(f"the {self.name} backend has no option {', '.join(unknown)}; it has {', '.join(known)}")
         _set_threads(options.get("threads"))
@@ -99,14 +105,19 @@ class TorchBackend(Backend):
         if dtype not in possible or dtype not in DTYPES:
             raise UnsupportedError(f"dtype {dtype!r} is not possible on {device.name}; {', '.join(possible)} are", param="dtype")
         own = {**options, "dtype": dtype}
-        ranks = own.pop("tensor_parallel", 1)
-        if type(ranks) is not int or ranks < 1:
-            raise InvalidRequestError(f"tensor_parallel must be a positive integer, not {ranks!r}", param="tensor_parallel")
-        if ranks == 1:
+        ways = {by: own.pop(by, 1) for by in ("tensor_parallel", "pipeline_parallel")}
+        for by, ranks in ways.items():
+            if type(ranks) is not int or ranks < 1:
+                raise InvalidRequestError(f"{by} must be a positive integer, not {ranks!r}", param=by)
+        wanted = [by for by, ranks in ways.items() if ranks > 1]
+        if not wanted:
             return self.make_session(device, own)
+        if len(wanted) > 1:
+            raise UnsupportedError("tensor_parallel and pipeline_parallel don't go together; give one of them", param=wanted[0])
         from trivium_torch.ranks.session import RanksSession, rank_devices
 
-        return RanksSession(self, rank_devices(self, device, ranks), own)
+        [by] = wanted
+        return RanksSession(self, rank_devices(self, device, ways[by], by), own, by)
 
     def make_session(self, device: Device, options: Mapping[str, Any]) -> Session:
         """What open() returns. `options`: checked, with a definite "dtype"."""

@@ -1,4 +1,4 @@
-"""A Session over the ranks of a tensor-parallel group: it holds no device itself, and tells each rank's process what to do."""
+"""A Session over the ranks of a group: it holds no device itself, and tells each rank's process what to do."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ import numpy.typing as npt
 
 from trivium import errors
 from trivium.errors import BackendError, InvalidRequestError, TriviumError, UnsupportedError
-from trivium.ops import Batch, KVSpec, PagedKV, Pages, Program, Sampled, Weight
+from trivium.ops import Batch, KVSpec, Pages, Program, Sampled, Weight
 from trivium.ops.sample import plain_inputs
 from trivium.plugin import Device, Executable, Memory, Session, Step
 from trivium_torch.formats import FORMATS
 from trivium_torch.ranks import data
 from trivium_torch.ranks.data import Array, Message
-from trivium_torch.ranks.shard import Part, Sharded, local_spec, shard
+from trivium_torch.ranks.division import NOTHING, Division, by_heads, by_layers, loads
 from trivium_torch.ranks.wire import Gone, Wire
 
 if TYPE_CHECKING:
@@ -40,15 +40,14 @@ collective, for good."""
 _FLOATS = ("float32", "bfloat16", "float16")
 
 
-def rank_devices(backend: TorchBackend, device: Device, ranks: int) -> list[Device]:
+def rank_devices(backend: TorchBackend, device: Device, ranks: int, by: str) -> list[Device]:
     """The devices of the ranks: `device` and those that follow it, or on the host the same for all. Raises InvalidRequestError."""
     if backend.torch_device(device).partition(":")[0] == "cpu":
         return [device] * ranks
     kind = backend.torch_device(device).partition(":")[0]
     same = [d for d in backend.probe().devices if backend.torch_device(d).partition(":")[0] == kind and d.index >= device.index]
     if len(same) < ranks:
-        message = f"tensor_parallel {ranks} needs as many devices from {device.name} on; there are {len(same)}"
-        raise InvalidRequestError(message, param="tensor_parallel")
+        raise InvalidRequestError(f"{by} {ranks} needs as many devices from {device.name} on; there are {len(same)}", param=by)
     return same[:ranks]
 
 
@@ -75,11 +74,11 @@ class RanksStep(Step):
         self._session, self._ticket = session, ticket
 
     def tokens(self) -> Sampled:
-        return data.sampled_of(self._session.settle(self._ticket)[0])
+        return data.sampled_of(self._session.settle(self._ticket)[self._session.speaker])
 
     def output(self, name: str) -> npt.NDArray[np.float32]:
         self._session.settle(self._ticket)
-        return np.asarray(self._session.ask({"do": "output", "name": name})[0].arrays[0])
+        return np.asarray(self._session.ask_speaker({"do": "output", "name": name}).arrays[0])
 
 
 class RanksExecutable(Executable):
@@ -93,9 +92,11 @@ class RanksExecutable(Executable):
 
 
 class RanksSession(Session):
-    """See plugin.Session. backend, devices: what each rank opens; options: of its open(), with a definite "dtype"."""
+    """See plugin.Session. backend, devices: what each rank opens; options: of its open(), with a definite "dtype"; by: how a model
+    is shared out, "tensor_parallel" or "pipeline_parallel"."""
 
-    def __init__(self, backend: TorchBackend, devices: Sequence[Device], options: Mapping[str, Any]) -> None:
+    def __init__(self, backend: TorchBackend, devices: Sequence[Device], options: Mapping[str, Any], by: str) -> None:
+        self._divide = {"tensor_parallel": by_heads, "pipeline_parallel": by_layers}[by]
         self._ranks, self._on_host = len(devices), backend.torch_device(devices[0]) == "cpu"
         self._folder = tempfile.TemporaryDirectory(prefix="trivium-ranks-")
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -105,7 +106,7 @@ class RanksSession(Session):
         self._lost = ""
         self._pending: list[Pending] = []
         self._spec, self._pages = KVSpec(1, "float32", ()), 0
-        self._cut_states: frozenset[int] = frozenset()
+        self._division = Division((), 0, frozenset())
         try:
             self._start(backend, devices, dict(options))
         except BaseException:
@@ -162,6 +163,17 @@ class RanksSession(Session):
         """The answers of all ranks to one message."""
         return self.settle(self._tell(head, arrays))
 
+    def ask_speaker(self, head: dict[str, Any]) -> Message:
+        """The answer of the rank whose tokens count."""
+        messages = [NOTHING] * self._ranks
+        messages[self.speaker] = Message(head)
+        return self.settle(self._post(messages))[self.speaker]
+
+    @property
+    def speaker(self) -> int:
+        """The rank whose tokens and outputs count."""
+        return self._division.speaker
+
     def settle(self, ticket: Ticket, seconds: float | None = None) -> list[Message]:
         """Waits for the answers to a message, and to those before it. Raises what a rank raised, BackendError once one is lost."""
         if self._lost:
@@ -198,7 +210,7 @@ class RanksSession(Session):
 
     def _give_up(self, reason: str) -> NoReturn:
         """A group that lacks a rank can't go on."""
-        self._lost = f"the tensor-parallel group is lost: {reason}; load the model again"
+        self._lost = f"the group of ranks is lost: {reason}; load the model again"
         for process in self._processes:
             process.kill()
         raise BackendError(self._lost)
@@ -217,10 +229,10 @@ class RanksSession(Session):
     # Memory, weights and steps.
 
     def put(self, array: npt.NDArray[Any]) -> Any:
-        raise UnsupportedError("a tensor-parallel group has no tensors of its own")
+        raise UnsupportedError("a group of ranks has no tensors of its own")
 
     def get(self, tensor: Any) -> npt.NDArray[Any]:
-        raise UnsupportedError("a tensor-parallel group has no tensors of its own")
+        raise UnsupportedError("a group of ranks has no tensors of its own")
 
     def memory(self) -> Memory:
         """On the host that of the host, else of all devices; weights that are not loaded yet are taken off."""
@@ -234,9 +246,7 @@ class RanksSession(Session):
 
     def load(self, weight: Weight, format: str) -> Pending:
         if format not in [f.name for f in FORMATS]:
-            message = (
-                f"{weight.name} can't be held as {format} by a tensor-parallel group; it holds {', '.join(f.name for f in FORMATS)}"
-            )
+            message = f"{weight.name} can't be held as {format} by a group of ranks; it holds {', '.join(f.name for f in FORMATS)}"
             raise UnsupportedError(message, param="quantize")
         self._pending.append(Pending(weight, format))
         return self._pending[-1]
@@ -252,48 +262,37 @@ class RanksSession(Session):
         self._spec, self._pages = spec, pages  # which states are cut is known once there is a Program
 
     def compile(self, program: Program, weights: Mapping[str, Any]) -> Executable:
-        own = [shard(program, self._spec.groups, self._ranks, rank) for rank in range(self._ranks)]
-        self._cut_states = own[0].cut_states
-        for pending, dim, names in _loads(own, weights):
+        self._division = self._divide(program, self._spec, self._ranks)
+        for pending, dim, names in loads(self._division, weights):
             self.settle(self._post(list(_load_messages(pending, dim, names, self._ranks))))
         self._pending.clear()
-        local = local_spec(self._spec, self._cut_states, self._ranks)
-        self.ask({"do": "kv_store", "spec": data.spec_data(local), "pages": self._pages})
-        messages = [data.program_message(s.program) for s in own]
-        self.settle(self._post([m._replace(head={"do": "compile", **m.head}) for m in messages]))
+        stores = [{"do": "kv_store", "spec": data.spec_data(s.spec), "pages": self._pages} for s in self._division.shares]
+        self.settle(self._post([Message(head) for head in stores]))
+        messages = [data.program_message(s.program) for s in self._division.shares]
+        self.settle(self._post([m._replace(head={"do": "compile", **m.head}) for m in messages], meets=True))
         return RanksExecutable(self)
 
     def start_step(self, batch: Batch) -> Ticket:
-        """The step on all ranks. Only the first has to draw tokens."""
+        """The step on all ranks. Only the speaker has to draw tokens."""
         rows = len(batch.sample_rows)
         quiet = replace(batch, sampling=replace(plain_inputs(rows), score_ids=np.zeros(rows, np.int32)))
-        first, other = data.batch_message(batch), data.batch_message(quiet)
-        return self._post([first, *[other] * (self._ranks - 1)], meets=True)
+        messages = [data.batch_message(quiet)] * self._ranks
+        messages[self.speaker] = data.batch_message(batch)
+        return self._post(messages, meets=True)
 
     # Pages.
-
-    def _is_cut(self, group: int) -> bool:
-        which = self._spec.groups[group]
-        return isinstance(which.spec, PagedKV) and self._cut_states.issuperset(which.states)
 
     def copy_pages(self, src: Sequence[int], dst: Sequence[int]) -> None:
         self.ask({"do": "copy_pages", "src": [int(i) for i in src], "dst": [int(i) for i in dst]})
 
     def export_pages(self, group: int, ids: Sequence[int]) -> Pages:
-        """Keys and values of all heads: those of the ranks, side by side."""
+        """As one device would have them: of all heads and layers."""
         answers = self.ask({"do": "export_pages", "group": group, "ids": [int(i) for i in ids]})
-        arrays = answers[0].arrays
-        if self._is_cut(group):
-            arrays = [np.concatenate(parts, axis=2) for parts in zip(*(a.arrays for a in answers), strict=True)]
-        return data.pages_of(self._spec, group, arrays)
+        return data.pages_of(self._spec, group, self._division.joined(group, [a.arrays for a in answers]))
 
     def import_pages(self, group: int, ids: Sequence[int], pages: Pages) -> None:
         head = {"do": "import_pages", "group": group, "ids": [int(i) for i in ids]}
-        arrays = data.page_arrays(pages)
-        if not self._is_cut(group):
-            self.ask(head, arrays)
-            return
-        parts = zip(*(np.split(array, self._ranks, axis=2) for array in arrays), strict=True)
+        parts = self._division.divided(group, data.page_arrays(pages), len(pages.tensors))
         self.settle(self._post([Message(head, part) for part in parts]))
 
 
@@ -307,25 +306,15 @@ def _raise(rank: int, head: Mapping[str, Any]) -> NoReturn:
     raise kind(f"rank {rank}: {head['message']}", param=head["param"])
 
 
-def _loads(own: Sequence[Sharded], weights: Mapping[str, Any]) -> Iterator[tuple[Pending, int | None, list[list[str]]]]:
-    """(weight, the dimension that it is cut along, each rank's names for its part): every part once."""
-    found: dict[tuple[int, int | None], tuple[Pending, list[list[str]]]] = {}
-    for rank, sharded in enumerate(own):
-        for constant in sharded.program.constants:
-            part: Part = sharded.parts[constant.value.name]
-            pending = weights[part.name]
-            _, names = found.setdefault((id(pending), part.dim), (pending, [[] for _ in own]))
-            names[rank].append(constant.value.name)
-    for (_, dim), (pending, names) in found.items():
-        yield pending, dim, names
-
-
 def _load_messages(pending: Pending, dim: int | None, names: Sequence[list[str]], ranks: int) -> Iterator[Message]:
     """Each rank's part of a weight; floats go as they are stored, the rest as float32."""
     weight = pending.weight
     stored = weight.format if weight.format in _FLOATS else "float32"
     whole = np.asarray(weight.data if weight.format in _FLOATS else weight.decode()).reshape(weight.shape)
     for rank in range(ranks):
+        if not names[rank]:
+            yield NOTHING
+            continue
         array, origin = whole, weight.origin
         if dim is not None:
             size = weight.shape[dim] // ranks

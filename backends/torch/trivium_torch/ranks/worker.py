@@ -55,6 +55,9 @@ class Rank:
         """Does what a message says."""
         return getattr(self, f"_{message.head['do']}")(message)  # type: ignore[no-any-return]
 
+    def _nothing(self, message: Message) -> Message:
+        return Message({})
+
     def _memory(self, message: Message) -> Message:
         return Message({"memory": list(self._session.memory())})
 
@@ -75,6 +78,10 @@ class Rank:
 
     def _compile(self, message: Message) -> Message:
         traced = data.program_of(message)
+        for c in traced.constants:
+            if c.value.name not in self._weights and c.array is not None:
+                own = Weight(c.value.name, c.array.shape, "float32", c.array, float32_of("float32"))
+                self._weights[c.value.name] = self._session.load(own, "float32")
         patterns = tuple(dict.fromkeys(k.op for k in self._kernels if isinstance(k.op, Pattern)))
 
         def accept(call: Call) -> bool:
