@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from trivium.errors import InvalidRequestError, UnsupportedError
 from trivium.plugin import Backend, Capabilities, Device, Kernel, Probe, Session, hookimpl
 from trivium_cuda import formats
+from trivium_torch.loading import import_torch
 from trivium_torch.plugin import TorchBackend
 
 if TYPE_CHECKING:
@@ -29,9 +31,9 @@ class CudaBackend(TorchBackend):
         self._apis: Sequence[DeviceApi] = ()
 
     def probe(self) -> Probe:
-        for package in ("torch", "triton"):
+        for package, load in (("torch", import_torch), ("triton", partial(__import__, "triton"))):
             try:
-                __import__(package)
+                load()
             except ModuleNotFoundError as e:
                 missing = f"{package} is not installed: pip install trivium[cuda]"
                 return Probe((), missing if e.name == package else f"{package}: {e}")
