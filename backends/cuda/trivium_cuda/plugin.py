@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from trivium.errors import InvalidRequestError, UnsupportedError
 from trivium.plugin import Backend, Capabilities, Device, Kernel, Probe, Session, hookimpl
 from trivium_cuda import formats
+from trivium_torch.loading import import_torch
 from trivium_torch.plugin import TorchBackend
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ class CudaBackend(TorchBackend):
     def probe(self) -> Probe:
         for package in ("torch", "triton"):
             try:
+                import_torch()  # without the extensions of other vendors that are broken here
                 __import__(package)
             except ModuleNotFoundError as e:
                 missing = f"{package} is not installed: pip install trivium[cuda]"
