@@ -1,7 +1,8 @@
 """What each generation of chips has, in one table: everything else in this package asks it and never a chip's name.
 
 Names are those that torch_npu.npu.get_device_name() gives. Which operator runs where is stated by torch-npu's documentation of
-each; memory, bandwidth and arithmetic are Huawei's published figures, used for docs/ascend.md only.
+each. Bandwidth and arithmetic are assumptions for the roofline of docs/ascend.md: round figures, neither measured nor taken from a
+data sheet that is named here. Nothing else reads them, so a wrong one changes no result.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ class Chip:
     """One generation. `dtypes`: of activations, best first. `operators`: fused ones that it has. `wide_gamma`: a norm of 16
     bits takes its weight in float32. `tiles`: quantised products gain by
     FRACTAL_NZ. `graphs`: steps can be captured. `streams`: what a process may use for captured graphs;
-    each graph takes one and each layer's attention in it one task group. `bandwidth`: bytes a second of its memory; `half`,
-    `int8`: multiply-adds counted as two, a second, in 16 and 8 bits; 0 where not published."""
+    each graph takes one and each layer's attention in it one task group. Assumed are `bandwidth`, bytes a second of its memory, and
+    `half` and `int8`, multiply-adds counted as two, a second, in 16 and 8 bits; 0: nothing is assumed."""
 
     name: str
     series: str
@@ -57,7 +58,8 @@ CHIPS: Mapping[str, Chip] = {
     "910_93": Chip("910C", "Atlas A3 (910C)", _ALL, FUSED, True, True, True, 1800, 1.6e12, 400e12, 800e12),
     "950": Chip("950", "Ascend 950", _ALL, FUSED, True, True, True, 1800, 1.6e12, 500e12, 1000e12),
 }
-"""By what follows "Ascend" in the device's name. 910C: figures of one of its two dies, which is what torch counts as a device."""
+"""By what follows "Ascend" in the device's name. 910C: one of its two dies, which is what torch counts as a device; half of the
+arithmetic and bandwidth that is assumed of the package."""
 
 OTHER = Chip("other", "this chip", ("float16", "float32"), frozenset(), False, False, False, 0)
 """One that the table doesn't know: plain torch operations only."""

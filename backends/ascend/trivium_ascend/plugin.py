@@ -54,9 +54,9 @@ class AscendBackend(TorchBackend):
         chip = chip_of_device(device)
         formats = sorted(FORMATS, key=lambda f: (*chip.dtypes, f.name).index(f.name))
         return Capabilities(
-            dtypes=chip.dtypes, weight_formats=tuple(formats), kv_dtypes=(*chip.dtypes, "int8"), page_sizes=PAGE_SIZES,
-            asynchronous=True, graph_capture=chip.graphs, max_graphs=chip.streams, graph_cost=lambda layers: layers + 1,
-            collectives=True, memory_share=MEMORY_SHARE, unsupported=_lacking(chip),
+            dtypes=chip.dtypes, weight_formats=tuple(formats), kv_dtypes=(*chip.dtypes, "int8"),
+            kv_refused=_refused, page_sizes=PAGE_SIZES, asynchronous=True, graph_capture=chip.graphs, max_graphs=chip.streams,
+            graph_cost=lambda layers: layers + 1, collectives=True, memory_share=MEMORY_SHARE, unsupported=_lacking(chip),
         )  # fmt: skip
 
     def kernels(self, device: Device) -> Sequence[Kernel]:
@@ -77,6 +77,13 @@ class AscendBackend(TorchBackend):
 def chip_of_device(device: Device) -> Chip:
     """The chip of a device that probe() found."""
     return chip_of(str(device.details.get("soc", "")))
+
+
+def _refused(dtype: str, kv_dtype: str) -> str | None:
+    """Queries are not rounded a second time, to the other kind of 16 bits, to suit the pages."""
+    if {dtype, kv_dtype} != {"bfloat16", "float16"}:
+        return None
+    return f"the attention operator takes keys and values of 16 bits in the activations' own dtype, {dtype}"
 
 
 def _lacking(chip: Chip) -> Mapping[str, str]:

@@ -1,4 +1,4 @@
-"""The table of docs/ascend.md: what a decode step at batch 1 can't beat, by the chips' published figures."""
+"""The table of docs/ascend.md: what a decode step at batch 1 could not beat on a chip as fast as is assumed in chips.py."""
 
 from __future__ import annotations
 

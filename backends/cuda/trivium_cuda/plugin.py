@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from trivium.errors import InvalidRequestError, UnsupportedError
@@ -31,9 +30,10 @@ class CudaBackend(TorchBackend):
         self._apis: Sequence[DeviceApi] = ()
 
     def probe(self) -> Probe:
-        for package, load in (("torch", import_torch), ("triton", partial(__import__, "triton"))):
+        for package in ("torch", "triton"):
             try:
-                load()
+                import_torch()  # without the extensions of other vendors that are broken here
+                __import__(package)
             except ModuleNotFoundError as e:
                 missing = f"{package} is not installed: pip install trivium[cuda]"
                 return Probe((), missing if e.name == package else f"{package}: {e}")

@@ -53,6 +53,11 @@ class Lab:
         return tuple(kv for kv in self.capabilities.kv_dtypes if self.capabilities.kv_refused(dtype, kv) is None)
 
     @property
+    def kv_dtype(self) -> str:
+        """The KV format that goes best with what session() computes in if no dtype is asked for."""
+        return self.kv_dtypes(self.dtypes[0])[0]
+
+    @property
     def page_size(self) -> int:
         """A small page size, so that short examples cross pages."""
         return min((size for size in self.capabilities.page_sizes if size >= 4), default=max(self.capabilities.page_sizes))
@@ -106,7 +111,7 @@ class Lab:
         length = int(inputs["context_lens"].max()) + (page_size or self.page_size)
         with self.session(dtype=dtype, tokens=len(inputs["token_ids"]), seqs=len(inputs["context_lens"]), length=length) as session:
             loaded, numbers = _load(session, example, weights or {})
-            spec = _spec(program, page_size or self.page_size, kv_dtype or self.capabilities.kv_dtypes[0])
+            spec = _spec(program, page_size or self.page_size, kv_dtype or self.kv_dtypes(dtype)[0])
             ids = _fill(session, spec, example.states)
             before = _exported(session, spec, ids, example.states)
             executable = session.compile(program, loaded)
@@ -136,7 +141,7 @@ def as_weight(name: str, array: Array) -> Weight:
 def prepare(lab: Lab, session: Session, example: Example, program: Program) -> tuple[Executable, list[list[int]]]:
     """A compiled Program with the Example's weights and pages, in float32; and the pages of each state."""
     loaded, _ = _load(session, example, {})
-    ids = _fill(session, _spec(program, lab.page_size, lab.capabilities.kv_dtypes[0]), example.states)
+    ids = _fill(session, _spec(program, lab.page_size, lab.kv_dtype), example.states)
     return session.compile(program, loaded), ids
 
 

@@ -199,7 +199,7 @@ def open_model(
     constants = random_constants(program, np.random.default_rng(SEED))
     arrays = {c.value.name: constants[c.value.name] if c.array is None else c.array for c in program.constants}
     weights = {name: session.load(as_weight(name, array), "float32") for name, array in arrays.items()}
-    spec = plan_groups(program.states, page_size or lab.page_size, kv_dtype or lab.capabilities.kv_dtypes[0])
+    spec = plan_groups(program.states, page_size or lab.page_size, kv_dtype or lab.kv_dtype)
     count = len(spec.groups) * pages(program)
     session.kv_store(spec, count)
     executable = session.compile(fuse(lab, program), weights)

@@ -89,7 +89,7 @@ def _judge_group(first: Session, second: Session, spec: KVSpec, group: int, page
 
 def judge_sizes(lab: Lab) -> Verdict:
     """page_bytes and memory() agree, and a pool that can't fit is a CapacityError that names bytes."""
-    spec = _spec(lab, _GROUPS["one group"], lab.capabilities.kv_dtypes[0])
+    spec = _spec(lab, _GROUPS["one group"], lab.kv_dtype)
     with lab.session() as session:
         size = session.page_bytes(spec)
         session.kv_store(spec, POOL)

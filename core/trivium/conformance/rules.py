@@ -88,8 +88,8 @@ def judge_capabilities(lab: Lab) -> Verdict:
     if "float32" not in formats or len(set(formats)) != len(formats):
         raise Mismatch(f"weight_formats are {formats}: float32 must be among them, each name once")
     for dtype in can.dtypes:
-        if (reason := can.kv_refused(dtype, can.kv_dtypes[0])) is not None:
-            raise Mismatch(f"kv_dtypes[0] is {can.kv_dtypes[0]}, which does not go with {dtype}: {reason}")
+        if not lab.kv_dtypes(dtype):
+            raise Mismatch(f"no one of kv_dtypes goes with {dtype}: {can.kv_refused(dtype, can.kv_dtypes[0])}")
     if can.graph_capture and can.max_graphs < can.graph_cost(1):
         raise Mismatch(f"max_graphs is {can.max_graphs}: with graph_capture it must allow for one batch size at least")
     both = set(can.unsupported) & set(can.dtypes)

@@ -326,7 +326,7 @@ def _serve_short(engine: Engine, numbers: Sequence[int]) -> None:
 
 def judge_close(lab: Lab) -> Verdict:
     """Sessions with weights and pages that were written, one after another: each gives its memory back."""
-    spec = KVSpec(lab.page_size, lab.capabilities.kv_dtypes[0], (Group(PagedKV(8, 128), (0, 1)),))
+    spec = KVSpec(lab.page_size, lab.kv_dtype, (Group(PagedKV(8, 128), (0, 1)),))
     resident, used = [], []
     for _ in range(ROUNDS):
         with lab.session() as session:

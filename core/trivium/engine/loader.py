@@ -139,8 +139,10 @@ def plan(
     floats = [f.name for f in capabilities.weight_formats if f.name in _SAMPLE_FORMATS]
     _check_choice("dtype", options.dtype, (*capabilities.dtypes, *floats), capabilities)
     _check_choice("kv_dtype", options.kv_dtype, capabilities.kv_dtypes, capabilities)
-    if options.kv_dtype != "auto" and (reason := capabilities.kv_refused(_activations(options, capabilities), options.kv_dtype)):
-        raise InvalidRequestError(f"kv_dtype {options.kv_dtype!r}: {reason}", param="kv_dtype")
+    possible = capabilities.kv_dtypes if options.kv_dtype == "auto" else (options.kv_dtype,)
+    refused = [capabilities.kv_refused(_activations(options, capabilities), kv) for kv in possible]
+    if all(refused):
+        raise InvalidRequestError(f"kv_dtype {options.kv_dtype!r}: {'; '.join(map(str, refused))}", param="kv_dtype")
     path = resolve_model(model, progress=progress)
     checkpoint = open_checkpoint(path)
     checkpoint = replace(checkpoint, tensors=arrange(checkpoint.config, checkpoint.tensors))
@@ -192,7 +194,9 @@ def _load_into(
     weights = _load_weights(session, p, progress)
     tokenizer = Tokenizer.from_data(words)  # while the backend may still be busy with the weights
     tokenizer.check()
-    kv_dtype = p.capabilities.kv_dtypes[0] if options.kv_dtype == "auto" else options.kv_dtype
+    can, kv_dtype, activations = p.capabilities, options.kv_dtype, _activations(options, p.capabilities)
+    if kv_dtype == "auto":
+        kv_dtype = next(kv for kv in can.kv_dtypes if not can.kv_refused(activations, kv))
     spec = plan_groups(p.program.states, _page_size(p.capabilities.page_sizes, options.block_size), kv_dtype)
     pages, max_model_len = _pool_size(session, spec, p)
     session.kv_store(spec, pages)

@@ -67,7 +67,7 @@ class Capabilities:
     kv_dtypes: tuple[str, ...]
     """KV formats, best first."""
     kv_refused: Callable[[str, str], str | None] = lambda dtype, kv_dtype: None
-    """Why activations of a dtype can't go with a KV format; None: they can. The first of kv_dtypes goes with every dtype."""
+    """Why activations of a dtype can't go with a KV format; None: they can. Each goes with one at least; "auto" is the best."""
     page_sizes: tuple[int, ...] = (16,)
     """Page sizes in tokens, best first."""
     max_batched_tokens: int | None = None

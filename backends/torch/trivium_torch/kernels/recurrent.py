@@ -78,7 +78,7 @@ def selective_scan(session: TorchSession, args: Args, attrs: Attrs) -> tuple[Ten
     y, rates, heads = torch.zeros_like(x), a.to(F32).view(-1, 1, 1), x.shape[1]
     for lane in s.lanes():
         inputs = [taken(t if t.dim() == 3 else t[..., None], lane) for t in (x, dt, b, c)]
-        inputs = [t if t.shape[1] == heads else t.repeat_interleave(heads // t.shape[1], dim=1) for t in inputs]
+        inputs = [t[:, :, None].expand(-1, -1, heads // t.shape[1], -1, -1).flatten(1, 2) for t in inputs]
         state, found = begun(s, lane), []
         for chunk in zip(*(torch.split(t, CHUNK, dim=2) for t in inputs), strict=True):
             part, state = scan_chunk(rates, state, *chunk)
