@@ -89,6 +89,8 @@ def evaluate(
         measure = _opened(against, material.window, room, opened) if against is not None else None
         if measure is not None:
             _check_alike(scorer, measure)
+            if answers:
+                min(side.longest_prompt(answer_tokens) for side in (scorer, measure))
         windows = material.windows(scorer.llm.tokenizer)
         tally = Tally()
         for i, window in enumerate(windows):

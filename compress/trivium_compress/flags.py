@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -158,6 +159,8 @@ def evaluate(args: argparse.Namespace) -> int:
     ]  # fmt: skip
     if args.against is None and (limits or args.html or args.answers):
         raise UsageError("trivium eval: limits, --html and --answers compare two models; name the measure with --against")
+    if args.html is not None:
+        _check_page(args.html)
     material = measured.Material(args.text, args.chats, args.window, args.context, args.max_windows)
     judged = measured.Side(args.model, {**load_options(args), "progress": not args.json})
     answers = args.answers if args.answers is not None else 8 if args.html else 0
@@ -166,10 +169,16 @@ def evaluate(args: argparse.Namespace) -> int:
             judged, material, _measure(args), answers=answers, answer_tokens=args.answer_tokens, progress=progress
         )  # fmt: skip
     report["gate"] = [limit.check(report) for limit in limits]
+    print(json.dumps(report) if args.json else as_table(report))
     if args.html is not None:
         args.html.write_text(as_html(report), "utf-8")
-    print(json.dumps(report) if args.json else as_table(report))
     return 0 if all(gate["passed"] for gate in report["gate"]) else GATE
+
+
+def _check_page(path: Path) -> None:
+    """UsageError for a place where no file can be written: better said now than when all is measured."""
+    if path.is_dir() or not path.parent.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise UsageError(f"trivium eval: --html {path}: no file can be written there")
 
 
 def _measure(args: argparse.Namespace) -> Any:

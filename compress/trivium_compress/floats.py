@@ -1,4 +1,4 @@
-"""float32 numbers as bfloat16 and float16: rounded to nearest, ties to even, and their bit patterns."""
+"""float32 numbers as bfloat16 and float16: rounded to nearest, ties to even, and their bit patterns; and whether they are any."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from trivium.errors import CheckpointError
 
 Array = npt.NDArray[Any]
 FLOATS: Mapping[str, str] = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
@@ -29,3 +30,14 @@ def rounded(numbers: Array, dtype: str) -> Array:
     if dtype == "bfloat16":
         return np.left_shift(stored, 16, dtype=np.uint32).view(np.float32)
     return np.asarray(stored, np.float32)
+
+
+def is_finite(numbers: Array) -> bool:
+    """Whether there is no NaN and no infinity, without an array beside."""
+    return bool(numbers.size == 0 or np.isfinite([numbers.min(), numbers.max()]).all())
+
+
+def check_finite(name: str, numbers: Array) -> None:
+    """CheckpointError for a stored tensor with values that are no numbers: codes would make some number of them."""
+    if not is_finite(numbers):
+        raise CheckpointError(f"{name} has values that are NaN or infinite; the checkpoint is damaged, or was trained astray")

@@ -13,7 +13,7 @@ from trivium.models import arrange
 from trivium.ops import Constant, Value, Weight
 
 from trivium_compress.awq import factors, output_error
-from trivium_compress.floats import FLOATS, bits, rounded
+from trivium_compress.floats import FLOATS, bits, check_finite, is_finite, rounded
 from trivium_compress.gptq import Order, gptq, ordered
 from trivium_compress.grids import Grid, Steps, Symmetric, ZeroPoint, meant, nearest
 from trivium_compress.prune import Sparsity, kept
@@ -73,9 +73,10 @@ class Layer:
     _last: tuple[Inputs, Order] | None = None
 
     def weight(self, name: str) -> Array:
-        """The numbers as they are now."""
+        """The numbers as they are now. CheckpointError if they are none."""
         if name not in self.numbers:
             self.numbers[name] = np.array(self.source.checkpoint.tensor(name).decode())
+            check_finite(name, self.numbers[name])
         return self.numbers[name]
 
     def load(self, constant: Constant) -> Any:
@@ -190,10 +191,12 @@ class Layer:
 
     def _finish(self, name: str, w: Array, numbers: Array, inputs: Inputs | None) -> None:
         """Notes the error, of the outputs where inputs are known, else of the weights, relative to the whole; and the zeros."""
+        stored = self.targets[name].kind or (f"int{self.targets[name].width}" if self.targets[name].width else "float")
+        if not is_finite(numbers):
+            raise UnsupportedError(f"{name} has values too large for the scales of {stored}; keep it as it is", param="keep")
         moments = np.ones(w.shape[1], np.float32) if inputs is None else inputs.moments.astype(np.float32)
         whole = output_error(w, moments)
         error = output_error(numbers - w, moments) / whole if whole > 0 else 0.0
-        stored = self.targets[name].kind or (f"int{self.targets[name].width}" if self.targets[name].width else "float")
         self.facts[name] = {"format": stored, "error": error**0.5, "zeros": int((numbers == 0).sum()), "numbers": w.size}
         self.numbers[name] = numbers
 
@@ -208,6 +211,7 @@ def round_table(weight: Weight, wanted: Target) -> dict[str, Stored]:
     pieces: list[dict[str, Stored]] = []
     for start in range(0, weight.shape[0], ROWS):
         w = weight.slice_rows(start, min(start + ROWS, weight.shape[0])).decode()
+        check_finite(weight.name, w)
         steps = wanted.grid.fit(w)
         pieces.append(wanted.tensors(nearest(wanted.grid, w, steps), steps))
     joined = {

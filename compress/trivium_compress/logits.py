@@ -89,13 +89,17 @@ class Scorer:
         finally:
             engine.model = loaded
 
-    def answer(self, prompts: Sequence[Sequence[int]], tokens: int) -> list[str]:
-        """What the model makes of prompts, greedily."""
-        params = SamplingParams(temperature=0.0, max_tokens=tokens)
+    def longest_prompt(self, tokens: int) -> int:
+        """Of a prompt to which an answer of `tokens` tokens can be made; InvalidRequestError if there is none."""
         longest = self.llm.loaded.max_model_len - tokens
         if longest < 1:
             message = f"answers of {tokens} tokens leave no room for a prompt within {self.llm.loaded.max_model_len}"
             raise InvalidRequestError(message, param="answer_tokens")
+        return longest
+
+    def answer(self, prompts: Sequence[Sequence[int]], tokens: int) -> list[str]:
+        """What the model makes of prompts, greedily."""
+        params, longest = SamplingParams(temperature=0.0, max_tokens=tokens), self.longest_prompt(tokens)
         outputs = self.llm.generate([list(map(int, ids))[-longest:] for ids in prompts], params)
         return [output.outputs[0].text for output in outputs]
 

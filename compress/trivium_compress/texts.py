@@ -27,11 +27,12 @@ class Window(NamedTuple):
 
 
 def read_text(path: Path, param: str) -> str:
-    """A UTF-8 file; InvalidRequestError if it can't be read, is empty, or too large."""
+    """A UTF-8 file, without the byte order mark that some editors put first; InvalidRequestError if it can't be read, is empty, or
+    too large."""
     try:
         if path.stat().st_size > MAX_BYTES:
             raise InvalidRequestError(f"{path} has {path.stat().st_size} bytes; at most {MAX_BYTES} are read", param=param)
-        text = path.read_text("utf-8")
+        text = path.read_text("utf-8-sig")
     except UnicodeDecodeError:
         raise InvalidRequestError(f"{path} is not UTF-8 text", param=param) from None
     except OSError as e:
@@ -84,12 +85,12 @@ def of_chats(tokenizer: Tokenizer, path: Path, longest: int) -> list[Window]:
 
 def _chats(path: Path) -> list[tuple[int, list[Mapping[str, Any]]]]:
     found = []
-    for i, line in enumerate(read_text(path, "chats").splitlines(), 1):
+    for i, line in enumerate(read_text(path, "chats").split("\n"), 1):  # JSON's strings may hold what else ends a line elsewhere
         if not line.strip():
             continue
         try:
             chat = json.loads(line)
-        except ValueError as e:
+        except (ValueError, RecursionError) as e:
             raise InvalidRequestError(f"{path}, line {i} is not JSON: {e}", param="chats") from None
         messages = chat.get("messages") if isinstance(chat, dict) else chat
         if not isinstance(messages, list) or not messages or not all(isinstance(m, dict) for m in messages):

@@ -13,13 +13,14 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from trivium.errors import CapacityError, InvalidRequestError
+from trivium.errors import CapacityError, CheckpointError, InvalidRequestError
 from trivium.ops import Value
 from trivium.text import Tokenizer
 from trivium.weights.checkpoint import EMBEDDING, HEAD
 
 from trivium_compress import memory
 from trivium_compress.finish import finish_folder, finish_gguf
+from trivium_compress.floats import is_finite
 from trivium_compress.layer import Layer, Target, check_zeros, round_table, target
 from trivium_compress.parts import Parts
 from trivium_compress.recipe import Recipe
@@ -218,6 +219,7 @@ class Job:
             layer = Layer(self.source, self.recipe, self.targets, self.projections, self._taps(segment))
             self.progress(len(parts.done), total, f"layer {segment.layer}: reading")
             walk.observe(segment, live, layer.load, layer.inputs)
+            _check_inputs(segment, layer.inputs)
             self.progress(len(parts.done), total, f"layer {segment.layer}: rounding")
             self._scale(layer, segment, free)
             self._add(parts, segment.layer, layer, partial(self._advance, walk, segment, live, layer))
@@ -309,6 +311,14 @@ class Job:
 
     def _method(self, text: bool) -> str:
         return self.recipe.method or ("gptq" if text else "rtn")
+
+
+def _check_inputs(segment: Segment, inputs: Mapping[Value, Inputs]) -> None:
+    """CheckpointError where the text makes the model compute what is no number: nothing can be calibrated on that."""
+    astray = [value.name for value, seen in inputs.items() if not is_finite(seen.size)]
+    if astray:
+        message = f"layer {segment.layer} reads NaN or infinities on this text ({', '.join(sorted(astray))}): weights before it"
+        raise CheckpointError(f"{message} are damaged, or its activations overflow float32; --method rtn without a text rounds it")
 
 
 def _restore(live: list[Live], walk: Walk, layer: int, arrays: Mapping[str, Array]) -> None:

@@ -249,3 +249,31 @@ def test_what_can_not_be_compared_is_refused(models: dict[str, Path], text: Path
         evaluate(Side(str(models["a"]), {"progress": False}), Material(text), Side(str(models["other"]), {"progress": False}))
     with pytest.raises(InvalidRequestError):
         Material(text, window=1)
+
+
+def test_what_would_fail_at_the_end_is_refused_before_anything_is_measured(
+    models: dict[str, Path], text: Path, tmp_path: Path, trivium: Any
+):  # fmt: skip
+    (tmp_path / "file").write_text("")
+    for page in (tmp_path, tmp_path / "none" / "r.html", tmp_path / "file" / "r.html"):
+        code, out, err = trivium("no-such-model", "--against", "no-such-model", "--text", text, "--html", page)
+        assert (code, out) == (2, "") and "no file can be written there" in err
+    side, steps = Side(str(models["a"]), {"backend": "reference", "progress": False}), list[str]()
+    with pytest.raises(InvalidRequestError, match="leave no room for a prompt"):
+        evaluate(
+            side, Material(text), side, answers=1, answer_tokens=600, progress=lambda done, total, what: steps.append(what)
+        )  # fmt: skip
+    assert not steps
+
+
+def test_a_line_of_chats_ends_where_json_lines_do(models: dict[str, Path], tmp_path: Path):
+    """Strings may hold U+2028 and its like as they are; an editor may have put a byte order mark first."""
+    tokenizer = Tokenizer.from_data(open_checkpoint(models["a"]).tokenizer_data())
+    chats = [[{"role": "user", "content": f"one{end}two"}] for end in "\u2028\u2029\x85\x0b\x0c\x1c"]
+    lines = [json.dumps(c, ensure_ascii=False).replace("\\u000b", "\x85").replace("\\f", "\x85") for c in chats]
+    (tmp_path / "chats.jsonl").write_bytes("\r\n".join(lines).encode("utf-8-sig"))
+    found = of_chats(tokenizer, tmp_path / "chats.jsonl", 200)
+    assert [w.prompt for w in found] == [json.loads(line) for line in lines] and len(lines) == 6
+    (tmp_path / "deep.jsonl").write_text("[" * 100_000)
+    with pytest.raises(InvalidRequestError, match="line 1 is not JSON"):
+        of_chats(tokenizer, tmp_path / "deep.jsonl", 200)

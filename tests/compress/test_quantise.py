@@ -11,7 +11,7 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
-from tiny_checkpoints import make_checkpoint, make_weights, read_safetensors, tiny_config
+from tiny_checkpoints import make_checkpoint, make_weights, read_safetensors, tiny_config, write_safetensors
 from trivium_compress import Calibration, Recipe, quantise
 from weight_files import whole_blocks_gguf
 
@@ -341,6 +341,46 @@ def test_outputs_and_texts_that_can_not_be_used_are_refused(llama: Path, tmp_pat
         quantise(llama, tmp_path / "out", Recipe(), Calibration(text, 3, 4))
     with pytest.raises(InvalidRequestError, match="windows of 513 tokens are longer than the model's 512 positions"):
         quantise(llama, tmp_path / "out", Recipe(), Calibration(text, 3, 513))
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("recipe", [Recipe(), Recipe("int8"), Recipe("none", prune="magnitude", sparsity="0.5")])
+def test_no_number_is_made_of_what_is_none(llama: Path, tmp_path: Path, value: float, recipe: Recipe):
+    source = damaged(llama, tmp_path, "model.layers.1.mlp.down_proj.weight", value)
+    with pytest.raises(CheckpointError, match=r"model\.layers\.1\.mlp\.down_proj\.weight has values that are NaN or infinite"):
+        quantise(source, tmp_path / "out", recipe)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_table_with_nan_is_refused_and_so_is_a_text_on_which_the_model_overflows(llama: Path, tmp_path: Path, text: Path):
+    source = damaged(llama, tmp_path / "a", "model.embed_tokens.weight", np.nan)
+    with pytest.raises(CheckpointError, match=r"embed_tokens\.weight has values that are NaN"):
+        quantise(source, tmp_path / "out", Recipe("int8", embedding="int8"))
+    source = damaged(llama, tmp_path / "b", "model.layers.0.mlp.up_proj.weight", 3e38)
+    for method in ("rtn", "gptq", "awq+gptq"):
+        with np.errstate(all="ignore"), pytest.raises(CheckpointError, match="layer 0 reads NaN or infinities on this text"):
+            quantise(source, tmp_path / method, Recipe(method=method), reading(text))
+
+
+def test_values_too_large_for_the_scales_of_a_block_type_are_refused(tmp_path: Path):
+    source = whole_blocks_gguf(tmp_path / "in.gguf")
+    file = gguf.GGUFReader(source, "r+")
+    for tensor in file.tensors:
+        if tensor.name in ("blk.0.attn_q.weight", "blk.1.ffn_down.weight"):
+            tensor.data[3, 5] = 1e9
+    file.data.flush()
+    for kind in ("q4_1", "q4_k"):
+        with np.errstate(all="ignore"), pytest.raises(UnsupportedError, match="too large for the scales"):
+            quantise(source, tmp_path / f"{kind}.gguf", Recipe(kind))
+
+
+def damaged(model: Path, folder: Path, name: str, value: float) -> Path:
+    """A copy of the checkpoint with another value in one row."""
+    copy = shutil.copytree(model, folder / "source")
+    tensors = {key: np.array(array) for key, array in read_safetensors(model / "model.safetensors").items()}
+    tensors[name][3] = value
+    write_safetensors(copy / "model.safetensors", tensors)
+    return copy
 
 
 BY_BLOCKS = {
