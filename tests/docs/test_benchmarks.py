@@ -32,6 +32,11 @@ def test_the_hosts_time_is_printed_as_json():
     assert json.loads(run("engine_host.py", "--json", "--steps", "5", "--batch", "1"))
 
 
+def test_what_loading_takes_is_printed_beside_what_stays():
+    report = json.loads(run("load_peak.py", "--layers", "1", "--hidden", "256"))
+    assert report["peak_bytes"]["resident"] >= report["peak_bytes"]["anonymous"] > 0 < report["weight_bytes"]
+
+
 def test_the_price_of_determinism_is_printed_and_is_paid_for_something():
     report = json.loads(run("determinism.py", "1"))["reference"]
     assert [sizes["differs_apart"] for sizes in report.values()] == [0] * 4
