@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gguf
 import numpy as np
 import pytest
 from quantised_files import quantised_pair
 from tiny_checkpoints import make_checkpoint
 
 from trivium import LLM, SamplingParams
+from trivium.weights import open_checkpoint
+from trivium.weights.formats import make_weight
 
 PROMPT = [(7 * i * i + 3) % 250 for i in range(60)]
 SCORED = SamplingParams(temperature=0.0, max_tokens=0, prompt_logprobs=1)
@@ -31,7 +34,66 @@ def gptq(stem, array, rng):
     scales = (rng.uniform(0.5, 1.5, zeros.shape) * np.abs(array).max() / 8).astype(np.float16)
     parts = {"qweight": pack(codes, 0), "qzeros": pack((zeros - 1) % 16, 1), "scales": scales}
     true = zeros % 16
-    return parts, ((codes - true.repeat(32, 0)) * scales.astype(np.float32).repeat(32, 0)).T.astype(np.float32)
+    return parts, on_grid(codes - true.repeat(32, 0), scales.astype(np.float32).repeat(32, 0))
+
+
+def awq(stem, array, rng):
+    """The same as AWQ stores it: outputs of a word in the order 0, 2, 4, 6, 1, 3, 5, 7."""
+    parts, (inputs, out) = {}, array.shape[::-1]
+    codes, zeros = rng.integers(0, 16, (inputs, out)), rng.integers(0, 16, (inputs // 32, out))
+    scales = (rng.uniform(0.5, 1.5, zeros.shape) * np.abs(array).max() / 8).astype(np.float16)
+    for name, numbers in (("qweight", codes), ("qzeros", zeros)):
+        shuffled = numbers.reshape(len(numbers), -1, 8)[..., [0, 2, 4, 6, 1, 3, 5, 7]].reshape(numbers.shape)
+        parts[name] = pack(shuffled, 1)
+    return {**parts, "scales": scales}, on_grid(codes - zeros.repeat(32, 0), scales.astype(np.float32).repeat(32, 0))
+
+
+def on_grid(whole, scales):
+    """float32[out, in] of whole numbers and scales [in, out]."""
+    return np.ascontiguousarray((whole * scales).T.astype(np.float32))
+
+
+def bfloat16(shape, array, rng):
+    """Random scales with 8 bits of fraction: (float32, their upper halves as they are stored)."""
+    scales = (rng.uniform(0.5, 1.5, shape) * np.abs(array).max() / 127).astype(np.float32).view(np.uint32) & 0xFFFF0000
+    return scales.view(np.float32), ((scales >> 16).astype(np.uint16), "BF16")
+
+
+def compressed4(stem, array, rng):
+    """compressed-tensors' pack-quantized: numbers -8..7 stored as 0..15, eight inputs a word."""
+    out, inputs = array.shape
+    whole, (scales, stored) = rng.integers(-8, 8, (out, inputs)), bfloat16((out, inputs // 32), array, rng)
+    parts = {"weight_packed": pack(whole + 8, 1), "weight_scale": stored, "weight_shape": np.array([out, inputs], np.int64)}
+    return parts, (whole * scales.repeat(32, 1)).astype(np.float32)
+
+
+def compressed8(stem, array, rng):
+    """compressed-tensors' int-quantized, with a scale an output."""
+    whole, (scales, stored) = rng.integers(-127, 128, array.shape), bfloat16((len(array), 1), array, rng)
+    return {"weight": whole.astype(np.int8), "weight_scale": stored}, (whole * scales).astype(np.float32)
+
+
+def compressed_config(format, bits, **weights):
+    group = {
+        "targets": ["Linear"], "weights": {"num_bits": bits, "type": "int", "symmetric": True, **weights},
+        "input_activations": None, "output_activations": None,
+    }  # fmt: skip
+    return {
+        "quant_method": "compressed-tensors", "format": format, "config_groups": {"group_0": group}, "ignore": ["lm_head"],
+        "kv_cache_scheme": None, "quantization_status": "compressed",
+    }  # fmt: skip
+
+
+STORED = {
+    "gptq": (
+        {"quant_method": "gptq", "bits": 4, "group_size": 32, "checkpoint_format": "gptq", "desc_act": False}, gptq, "int4", 32,
+    ),
+    "awq": ({"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}, awq, "int4", 32),
+    "compressed-tensors, 4 bits": (
+        compressed_config("pack-quantized", 4, strategy="group", group_size=32), compressed4, "int4", 32
+    ),
+    "compressed-tensors, 8 bits": (compressed_config("int-quantized", 8, strategy="channel"), compressed8, "int8", 0),
+}  # fmt: skip
 
 
 def logprobs(folder, backend, **options):
@@ -65,15 +127,41 @@ def test_tiles_are_left_off_when_the_user_says_so(npu, plain):
     assert np.abs(found - wanted).mean() < 0.08
 
 
-def test_a_gptq_checkpoint_keeps_its_numbers(npu, tmp_path):
-    """int4 of what is on a lattice already is the checkpoint itself: only the activations' rounding is left."""
-    config = {"quant_method": "gptq", "bits": 4, "group_size": 32, "checkpoint_format": "gptq", "desc_act": False}
-    folder, meant, _ = quantised_pair(tmp_path, config, gptq, **SIZES)
+@pytest.mark.parametrize("name", STORED)
+def test_a_checkpoint_keeps_its_numbers(npu, tmp_path, name):
+    """Resident numbers are the checkpoint's own, where they are on a lattice already: only the activations' rounding is left."""
+    config, store, format, group = STORED[name]
+    folder, meant, _ = quantised_pair(tmp_path, config, store, **SIZES)
     wanted, tokens = logprobs(meant, "torch:cpu", dtype="float32", kv_dtype="float32")
-    found, same = logprobs(folder, "ascend", dtype="float16", kv_dtype="float16", quantize="int4")
+    found, same = logprobs(folder, "ascend", dtype="float16", kv_dtype="float16", quantize=format)
     assert same == tokens
     assert np.abs(found - wanted).max() < 0.05
-    assert npu.log.last("aclnnWeightQuantBatchMatmulV2").group == 32
+    assert npu.log.last("aclnnWeightQuantBatchMatmulV2").group == group
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_every_resident_number_is_the_checkpoint_s(tmp_path, name):
+    torch = pytest.importorskip("torch")
+    from trivium_ascend.weights import make_quantised
+
+    config, store, format, _ = STORED[name]
+    folder, _, meant = quantised_pair(tmp_path, config, store, **SIZES)
+    checkpoint = open_checkpoint(folder)
+    for stem in ("self_attn.k_proj", "mlp.down_proj"):
+        name = f"model.layers.1.{stem}.weight"
+        resident = make_quantised(checkpoint.tensor(name), format, torch.device("cpu"), torch.float16)
+        np.testing.assert_array_equal(resident.to(torch.float32).numpy(), meant[name])
+
+
+def test_every_resident_number_is_that_of_q4_0():
+    torch = pytest.importorskip("torch")
+    from trivium_ascend.weights import Groups4, make_quantised
+
+    blocks = gguf.quantize(np.random.default_rng(5).standard_normal((24, 128), np.float32), gguf.GGMLQuantizationType.Q4_0)
+    weight = make_weight("w", (24, 128), "q4_0", blocks)
+    resident = make_quantised(weight, "int4", torch.device("cpu"), torch.float16)
+    assert isinstance(resident, Groups4) and resident.group == 32
+    np.testing.assert_array_equal(resident.to(torch.float32).numpy(), gguf.dequantize(blocks, gguf.GGMLQuantizationType.Q4_0))
 
 
 def test_lattices_are_found_exactly_and_nowhere_else():
