@@ -16,7 +16,7 @@ from trivium_ascend.chips import chip_of
 from trivium_ascend.kernels.table import NpuKernel
 from trivium_ascend.operators import npu
 from trivium_ascend.pages import Blocks, TokenMajor, scale_bytes
-from trivium_ascend.weights import make_quantised
+from trivium_ascend.weights import Rounded, make_quantised
 from trivium_torch.kernels.dense import linear as plain_linear
 from trivium_torch.pages import Carried, GroupStep, Layer, Paged
 from trivium_torch.session import TorchSession
@@ -60,8 +60,11 @@ class AscendSession(TorchSession):
         """The one weight of which `a` and then `b` are the rows, or None if they don't lie together."""
         return self._joined.get((id(a), id(b)))
 
-    def linear(self, x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
-        """The operator `linear`."""
+    def linear(self, x: Tensor | Rounded, weight: Any, bias: Tensor | None) -> Tensor:
+        """The operator `linear`. x is Rounded only where rounding.py found that the weight takes it."""
+        if isinstance(x, Rounded):
+            whole: Tensor = weight.product(x)
+            return whole if bias is None else (whole + bias).to(x.dtype)
         if isinstance(weight, Tensor):
             return plain_linear(self, (x, weight, bias), {})
         rows = x.reshape(-1, x.shape[-1])

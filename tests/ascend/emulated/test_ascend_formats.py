@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import NamedTuple
+
 import gguf
 import numpy as np
 import pytest
@@ -17,6 +20,7 @@ SCORED = SamplingParams(temperature=0.0, max_tokens=0, prompt_logprobs=1)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 LOAD = {"progress": False, "strict": True, "num_kv_blocks": 12, "max_model_len": 256, "max_num_seqs": 2}
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 64}
+ROUNDING_NORM = "aclnnAddRmsNormDynamicQuantV2"
 PRODUCTS = {"w8a8": "aclnnQuantMatmulWeightNz", "int8": "aclnnWeightQuantBatchMatmulV2", "int4": "aclnnWeightQuantBatchMatmulV2"}
 
 
@@ -103,25 +107,69 @@ def logprobs(folder, backend, **options):
     return np.array([p[i].logprob for i, p in zip(PROMPT[1:], output.prompt_logprobs[1:])]), tokens
 
 
+class Plain(NamedTuple):
+    """A model in float32, and what it answers by trivium_torch on the host."""
+
+    folder: Path
+    logprobs: np.ndarray
+    tokens: list[int]
+
+
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
     folder = make_checkpoint(tmp_path_factory.mktemp("m") / "llama", "llama", **SIZES)
-    return folder, logprobs(folder, "torch:cpu", dtype="float32", kv_dtype="float32")[0]
+    return Plain(folder, *logprobs(folder, "torch:cpu", dtype="float32", kv_dtype="float32"))
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("format", PRODUCTS)
 def test_quantised_products_are_fused_and_change_little(npu, plain, format, dtype):
-    folder, wanted = plain
+    folder, wanted, _ = plain
     found, _ = logprobs(folder, "ascend", dtype=dtype, quantize=format)
     assert 0 < np.abs(found - wanted).mean() < (0.4 if format == "int4" else 0.08)
     assert npu.log.count(PRODUCTS[format]) > 0
-    assert npu.log.count("aclnnDynamicQuantV2") == (npu.log.count(PRODUCTS[format]) if format == "w8a8" else 0)
+    assert (npu.log.count("aclnnDynamicQuantV2") > 0) == (npu.log.count(ROUNDING_NORM) > 0) == (format == "w8a8")
     assert npu.log.aten["mm"] < npu.log.count(PRODUCTS[format])  # the head stays as it is, or has 8 bits
 
 
+@pytest.mark.parametrize("graphs", [True, False])
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+def test_norms_hand_on_8_bits_to_the_products_that_round(npu, plain, graphs):
+    """Of a step's 13 products (q, k, v, output, gate with up and down in two layers, and the head) 8 round by themselves: the first
+    layer's q, k and v and the head, whose norms have no sum before them, outputs and downs. The three other norms round."""
+    options = {"dtype": "float16", "quantize": "w8a8", "backend_options": {"graphs": graphs}}
+    found, tokens = logprobs(plain.folder, "ascend", **options)
+    counts = [npu.log.ran.count(n) for n in (PRODUCTS["w8a8"], "aclnnDynamicQuantV2", ROUNDING_NORM, "aclnnRmsNorm")]
+    steps = counts[-1] // 2
+    assert steps >= 9 and counts == [13 * steps, 8 * steps, 3 * steps, 2 * steps]
+    assert tokens == plain.tokens and np.abs(found - plain.logprobs).mean() < 0.08
+
+
+def test_norms_that_round_are_as_exact_as_products_that_do(npu, plain, monkeypatch):
+    import trivium_ascend.executor as executor
+
+    options = {"dtype": "float16", "quantize": "w8a8", "backend_options": {"graphs": False}}
+    found, _ = logprobs(plain.folder, "ascend", **options)
+    monkeypatch.setattr(executor, "round_norms", lambda session, lines, weights: lines)
+    npu.log.clear()
+    apart, _ = logprobs(plain.folder, "ascend", **options)
+    assert npu.log.count("aclnnDynamicQuantV2") == npu.log.count(PRODUCTS["w8a8"]) and not npu.log.count(ROUNDING_NORM)
+    assert np.abs(found - plain.logprobs).mean() < 1.3 * np.abs(apart - plain.logprobs).mean()
+
+
+def test_a_norm_that_anything_else_reads_stays_as_it_is(npu, tmp_path):
+    """A gated unit of GELU is no fused operator here, so that its products are torch's and take no 8 bits."""
+    folder = make_checkpoint(tmp_path / "gelu", "llama", hidden_act="gelu_pytorch_tanh", **SIZES)
+    wanted, _ = logprobs(folder, "torch:cpu", dtype="float32", kv_dtype="float32")
+    found, _ = logprobs(folder, "ascend", dtype="float16", quantize="w8a8")
+    steps = npu.log.ran.count("aclnnRmsNorm") // 2
+    assert steps and npu.log.ran.count(ROUNDING_NORM) == steps  # the second layer's q, k and v
+    assert npu.log.ran.count("aclnnAddRmsNorm") == 2 * steps
+    assert np.abs(found - wanted).mean() < 0.08
+
+
 def test_tiles_are_left_off_when_the_user_says_so(npu, plain):
-    folder, wanted = plain
+    folder, wanted, _ = plain
     found, _ = logprobs(folder, "ascend", dtype="float16", quantize="w8a8", backend_options={"nz": False})
     assert npu.log.count("aclnnQuantMatmulV5") > 0 and not npu.log.count("aclnnQuantMatmulWeightNz")
     assert np.abs(found - wanted).mean() < 0.08
