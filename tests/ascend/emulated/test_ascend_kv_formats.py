@@ -9,6 +9,7 @@ import torch
 from tiny_checkpoints import make_checkpoint
 
 from trivium import LLM, SamplingParams
+from trivium.cli import main
 from trivium.errors import InvalidRequestError
 
 LOAD = {"progress": False, "strict": True}
@@ -74,7 +75,9 @@ def test_decode_steps_read_int8_pages_by_the_operator(npu, folders, model, graph
     assert npu.log.count(FIA) == len(calls)
 
 
-def test_heads_that_are_no_multiple_of_32_are_left_to_torch(npu, folders):
+def test_heads_that_are_no_multiple_of_32_are_left_to_torch(npu, folders, capsys):
+    assert main(["explain", str(folders["odd heads"]), "--backend", "ascend", "--json"]) == 0
+    assert "over int8 pages the operator takes heads of multiples of 32 numbers, not 48" in capsys.readouterr().out
     with pytest.warns(RuntimeWarning, match="paged_attention is not one fused operator here"):
         found, _ = answered(folders["odd heads"], dtype="float16", kv_dtype="int8")
     expect_scores(folders["odd heads"], found)
