@@ -45,3 +45,10 @@ def test_reasons_name_what_is_missing():
     code = "print([loading.load(e) for e in found])"
     broken, npu, fine = ast.literal_eval(run("loading.import_torch();" + code))
     assert broken == "ImportError: libvendor.so: no such file" and "libascendcl.so" in npu and fine == ""
+
+
+@pytest.mark.parametrize("backend", ["trivium_torch.plugin.TorchBackend", "trivium_cuda.plugin.CudaBackend"])
+def test_backends_that_look_for_devices_first_take_torch_from_nobody(backend):
+    module, name = backend.rsplit(".", 1)
+    pytest.importorskip(module)
+    assert run(f"from {module} import {name}; {name}().probe(); print('torch' in sys.modules, loaded)") == "True [1]"

@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 FUSED = frozenset({
-    "npu_rms_norm", "npu_add_rms_norm", "npu_swiglu", "npu_rotary_mul", "npu_mrope", "npu_scatter_pa_kv_cache",
-    "npu_fused_infer_attention_score_v2", "npu_dynamic_quant", "npu_quant_matmul", "npu_weight_quant_batchmatmul",
-    "npu_grouped_matmul", "npu_moe_gating_top_k", "npu_moe_gating_top_k_softmax", "npu_moe_init_routing_v2",
-    "npu_moe_token_unpermute", "npu_format_cast",
+    "npu_rms_norm", "npu_add_rms_norm", "npu_add_rms_norm_dynamic_quant", "npu_swiglu", "npu_rotary_mul", "npu_mrope",
+    "npu_scatter_pa_kv_cache", "npu_fused_infer_attention_score_v2", "npu_dynamic_quant", "npu_quant_matmul",
+    "npu_weight_quant_batchmatmul", "npu_grouped_matmul", "npu_moe_gating_top_k", "npu_moe_gating_top_k_softmax",
+    "npu_moe_init_routing_v2", "npu_moe_token_unpermute", "npu_format_cast",
 })  # fmt: skip
 """Operators that A2 and A3 have."""
 

@@ -4,7 +4,7 @@ all."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,18 +14,9 @@ from torch import Tensor
 from trivium.errors import BackendError, UnsupportedError
 from trivium.ops import OPERATORS, Batch, Program, Sampled, SampleInputs, Value
 from trivium.plugin import Choice, Executable, Step, announce_fallbacks, run_on_host, select_kernels
+from trivium_ascend.rounding import Line, round_norms
 from trivium_ascend.session import AscendSession
 from trivium_torch.sampling import draw, edited, on_device
-
-
-class Line(NamedTuple):
-    """One call: which registers it reads (None: an absent argument) and writes, and those whose content nobody reads after it."""
-
-    choice: Choice
-    args: tuple[int | None, ...]
-    results: tuple[int, ...]
-    dead: tuple[int, ...]
-    state: int
 
 
 class Tape:
@@ -42,7 +33,7 @@ class Tape:
         self._constants = [(self._of(c.value), weights[c.value.name]) for c in program.constants]
         for value in (*program.inputs, *(s.value for s in program.states)):
             self._of(value)
-        self.lines = self._lines(choices)
+        self.lines = round_norms(session, self._lines(choices), dict[int | None, Any](self._constants))
 
     def _of(self, value: Value) -> int:
         """A value's register. All versions of a state are the one that the step began with: it is written in place."""

@@ -22,6 +22,12 @@ SCHEMAS: Mapping[str, str] = {
         "npu_add_rms_norm"
         "(Tensor x1, Tensor x2, Tensor gamma, float epsilon=1e-06) -> (Tensor, Tensor, Tensor)"
     ),
+    "npu_add_rms_norm_dynamic_quant": (
+        "npu_add_rms_norm_dynamic_quant"
+        "(Tensor x1, Tensor x2, Tensor gamma, *, Tensor? smooth_scale1=None, Tensor? smooth_scale2=None, "
+        "Tensor? beta=None, float epsilon=1e-06, bool[2]? output_mask=None, int? y_dtype=None) -> "
+        "(Tensor, Tensor, Tensor, Tensor, Tensor)"
+    ),
     "npu_swiglu": (
         "npu_swiglu"
         "(Tensor input, int dim=-1) -> Tensor"

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from trivium.errors import CapacityError, ProgramError
 from trivium.ops import StateSpec
-from trivium_torch.pages import GroupStep, Layer, Paged
+from trivium_torch.pages import Bytes, GroupStep, Layer, Paged, rows_of
 
 PAGE = 128
 """Tokens a page. Of all sizes only this one satisfies every rule of npu_fused_infer_attention_score_v2."""
@@ -29,31 +29,71 @@ LARGEST = 2**31 - 1
 """Numbers of a layer's keys, or values, that the attention operator can address."""
 
 
+class Scaled(Bytes):
+    """int8 rows whose scales lie as attention reads them, float32[blocks, heads, page_size]. Each is a bfloat16 number, so that
+    pages mean what they mean everywhere (ops.state.kv_int8)."""
+
+    def read(self, index: Tensor) -> Tensor:
+        scales = self.parts[1]
+        size = scales.shape[2]
+        found = scales[index // size, :, index % size].permute(2, 0, 1)[..., None]
+        return self._rows(0, index).to(torch.float32) * found
+
+    def write(self, slots: Tensor, rows: Tensor) -> None:
+        whole, scale = self.rounded(rows)
+        numbers, scales = self.parts
+        at, (_, heads, size) = slots.to(torch.int64), scales.shape
+        places = (at // size * heads * size + at % size) + size * torch.arange(heads, device=at.device)[:, None]
+        numbers.index_copy_(1, at, whole)
+        scales.view(-1).index_copy_(0, places.flatten(), scale.to(torch.float32).flatten())
+
+
 class TokenMajor(Layer):
-    """A layer's memory. blocks: its paged tensors, [pages + 1 + scratch, page_size, heads, n]; none of a recurrent state."""
+    """A layer's memory. blocks: its paged tensors, [pages + 1 + scratch, page_size, heads, n]; none of a recurrent state. scales:
+    those of int8 blocks, see Scaled."""
 
     def __init__(
         self, spec: StateSpec, page_size: int, dtype: str, pages: int, allocate: Callable[[tuple[int, ...], torch.dtype], Tensor],
         scratch: int,
     ) -> None:  # fmt: skip
         self.blocks: list[Tensor] = []
+        self.scales: list[Tensor] = []
 
         def token_major(shape: tuple[int, ...], kind: torch.dtype) -> Tensor:
             heads, rows, n = shape
+            if dtype == "int8" and kind != torch.int8:
+                self.scales.append(allocate((rows // page_size + scratch, heads, page_size), torch.float32))
+                return self.scales[-1]
             blocks = rows // page_size + scratch, page_size, heads, n
             if math.prod(blocks) > LARGEST:
                 raise CapacityError(f"{pages} pages are {math.prod(blocks)} numbers a layer; attention can address {LARGEST}")
             self.blocks.append(allocate(blocks, kind))
-            return self.blocks[-1].flatten(0, 1)[:rows].transpose(0, 1)
+            stored = self.blocks[-1].flatten(0, 1).transpose(0, 1)
+            return stored if dtype == "int8" else stored[:, :rows]  # torch writes int8, a captured step's padding too
 
         super().__init__(spec, page_size, dtype, pages, token_major if spec.paged else allocate)
+        if self.scales:
+            self.stores = tuple(Scaled(store.parts) for store in self.stores)
+
+    def tensors(self) -> Iterator[Tensor]:
+        if not self.scales:
+            yield from super().tensors()
+        else:
+            yield from (t.transpose(0, 1)[:, : self.pages + 1] for t in self.scales)
+            yield from (t[None, : self.pages + 1] for t in self.blocks)
+
+
+def scale_bytes(spec: StateSpec, page_size: int) -> int:
+    """Bytes by which the scales of a page of int8 are wider here than bfloat16."""
+    return 2 * page_size * sum(heads for heads, _ in rows_of(spec)) if spec.paged else 0
 
 
 @dataclass(frozen=True)
 class Blocks(Paged):
-    """A paged state of one step; `blocks` as in TokenMajor."""
+    """A paged state of one step; `blocks` and `scales` as in TokenMajor."""
 
     blocks: tuple[Tensor, ...] = field(default=())
+    scales: tuple[Tensor, ...] = field(default=())
 
 
 class Cut(NamedTuple):

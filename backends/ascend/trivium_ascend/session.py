@@ -9,14 +9,14 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from trivium.ops import Batch, Program, StateSpec, Weight
+from trivium.ops import Batch, KVSpec, Program, StateSpec, Weight
 from trivium.plugin import Executable, Kernel
 from trivium_ascend.arrange import arrange
 from trivium_ascend.chips import chip_of
 from trivium_ascend.kernels.table import NpuKernel
 from trivium_ascend.operators import npu
-from trivium_ascend.pages import Blocks, TokenMajor
-from trivium_ascend.weights import make_quantised
+from trivium_ascend.pages import Blocks, TokenMajor, scale_bytes
+from trivium_ascend.weights import Rounded, make_quantised
 from trivium_torch.kernels.dense import linear as plain_linear
 from trivium_torch.pages import Carried, GroupStep, Layer, Paged
 from trivium_torch.session import TorchSession
@@ -60,8 +60,11 @@ class AscendSession(TorchSession):
         """The one weight of which `a` and then `b` are the rows, or None if they don't lie together."""
         return self._joined.get((id(a), id(b)))
 
-    def linear(self, x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
-        """The operator `linear`."""
+    def linear(self, x: Tensor | Rounded, weight: Any, bias: Tensor | None) -> Tensor:
+        """The operator `linear`. x is Rounded only where rounding.py found that the weight takes it."""
+        if isinstance(x, Rounded):
+            whole: Tensor = weight.product(x)
+            return whole if bias is None else (whole + bias).to(x.dtype)
         if isinstance(weight, Tensor):
             return plain_linear(self, (x, weight, bias), {})
         rows = x.reshape(-1, x.shape[-1])
@@ -95,6 +98,9 @@ class AscendSession(TorchSession):
     def make_layer(self, state: StateSpec) -> Layer:
         return TokenMajor(state, self.spec.page_size, self.spec.dtype, self._pages, self.allocate, self.scratch_pages())
 
+    def state_bytes(self, state: StateSpec, spec: KVSpec) -> int:
+        return super().state_bytes(state, spec) + (scale_bytes(state, spec.page_size) if spec.dtype == "int8" else 0)
+
     def scratch_pages(self) -> int:
         """Pages into which captured steps write the keys and values of their padding."""
         largest = max(self.graph_sizes, default=0)
@@ -115,13 +121,13 @@ class AscendSession(TorchSession):
             return made
         layer = self._places[state][1]
         assert isinstance(layer, TokenMajor)
-        return Blocks(made.k, made.v, made.step, tuple(layer.blocks))
+        return Blocks(made.k, made.v, made.step, tuple(layer.blocks), tuple(layer.scales))
 
     def state_of(self, state: int, steps: Sequence[GroupStep]) -> Blocks:
         """A paged state in a captured step, of which `steps` says what each group reads and writes."""
         group, layer = self._places[state]
         assert isinstance(layer, TokenMajor)
-        return Blocks(layer.stores[0], layer.stores[1], steps[group], tuple(layer.blocks))
+        return Blocks(layer.stores[0], layer.stores[1], steps[group], tuple(layer.blocks), tuple(layer.scales))
 
     def forget_step(self) -> None:
         """What was worked out for a step is worked out again."""

@@ -63,10 +63,10 @@ class Rows8:
     def to(self, dtype: torch.dtype) -> Tensor:
         return (self.numbers.to(torch.float32) * self.scales).to(dtype)
 
-    def product(self, x: Tensor) -> Tensor | None:
+    def product(self, x: Tensor | Rounded) -> Tensor | None:
         if self.numbers.dim() != 2 or max(self.shape) > WIDEST:
             return None
-        if self.rounds:
+        if self.rounds or isinstance(x, Rounded):
             return rounded_product(x, self.numbers.t(), self.scales[:, 0])
         return npu.npu_weight_quant_batchmatmul(x, self.numbers.t(), self.scales[:, 0].to(x.dtype))  # type: ignore[no-any-return]
 
@@ -96,14 +96,31 @@ class Tiles8:
     def to(self, dtype: torch.dtype) -> Tensor:
         return self.rows().to(dtype)
 
-    def product(self, x: Tensor) -> Tensor | None:
+    def product(self, x: Tensor | Rounded) -> Tensor | None:
         return None if max(self.shape) > WIDEST else rounded_product(x, self.numbers, self.scales[:, 0])
 
 
-def rounded_product(x: Tensor, numbers: Tensor, scales: Tensor) -> Tensor:
+@dataclass(frozen=True)
+class Rounded:
+    """Activations in 8 bits: whole int8[tokens, in] times steps float32[tokens]. dtype: of 16 bits, that of products."""
+
+    whole: Tensor
+    steps: Tensor
+    dtype: torch.dtype
+
+
+def rounded_product(x: Tensor | Rounded, numbers: Tensor, scales: Tensor) -> Tensor:
     """x[tokens, in] rounded to 8 bits by the largest size in each row / 127, times numbers[in, out] and scales[out]."""
-    whole, steps = npu.npu_dynamic_quant(x)
-    return npu.npu_quant_matmul(whole, numbers, scales, pertoken_scale=steps, output_dtype=x.dtype)  # type: ignore[no-any-return]
+    if isinstance(x, Tensor):
+        whole, steps = npu.npu_dynamic_quant(x)
+        x = Rounded(whole, steps, x.dtype)
+    return npu.npu_quant_matmul(x.whole, numbers, scales, pertoken_scale=x.steps, output_dtype=x.dtype)  # type: ignore[no-any-return]
+
+
+def takes_rounded(weight: Any) -> bool:
+    """Whether a weight's product takes Rounded."""
+    rows = isinstance(weight, Rows8) and weight.rounds and weight.numbers.dim() == 2
+    return (rows or isinstance(weight, Tiles8)) and max(weight.shape) <= WIDEST
 
 
 @dataclass(frozen=True)

@@ -55,12 +55,16 @@ class Bytes(Floats):
         return self._rows(0, index).to(torch.float32) * self._rows(1, index).to(torch.float32)
 
     def write(self, slots: Tensor, rows: Tensor) -> None:
+        for part, new in zip(self.parts, self.rounded(rows), strict=True):
+            part.index_copy_(1, slots, new)
+
+    @staticmethod
+    def rounded(rows: Tensor) -> tuple[Tensor, Tensor]:
+        """What rows[tokens, heads, n] are stored as: int8[heads, tokens, n] and bfloat16[heads, tokens, 1]."""
         x = rows.transpose(0, 1).to(torch.float32)
         scale = (x.abs().amax(dim=-1, keepdim=True) / 127).to(torch.bfloat16)
         divisor = torch.where(scale == 0, torch.inf, scale.to(torch.float32))
-        whole = torch.round((x / divisor).clamp(-127, 127)).to(torch.int8)
-        for part, new in zip(self.parts, (whole, scale), strict=True):
-            part.index_copy_(1, slots, new)
+        return torch.round((x / divisor).clamp(-127, 127)).to(torch.int8), scale
 
     @staticmethod
     def dtypes(n: int, dtype: str) -> tuple[tuple[int, torch.dtype], ...]:

@@ -127,7 +127,11 @@ class TorchSession(Session):
 
     def page_bytes(self, spec: KVSpec) -> int:
         """Layers of equal geometry share their memory, in whichever group they are; unequal ones each have their own."""
-        return sum(page_bytes(state, spec.page_size, spec.dtype) for _, state in _geometries(spec))
+        return sum(self.state_bytes(state, spec) for _, state in _geometries(spec))
+
+    def state_bytes(self, state: StateSpec, spec: KVSpec) -> int:
+        """Bytes of a page in one layer slot."""
+        return page_bytes(state, spec.page_size, spec.dtype)
 
     def kv_store(self, spec: KVSpec, pages: int) -> None:
         need, (free, total) = pages * self.page_bytes(spec), self.memory_info()

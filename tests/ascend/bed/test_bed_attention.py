@@ -178,6 +178,20 @@ def test_int8_pages_with_scales(npu, mode):
     close(found, wanted, 4e-3)
 
 
+def test_int8_pages_with_tokens_before_heads(npu):
+    """Pages [blocks, block, KV*D] go with BSH, the scales of tokens and heads lying heads first all the same."""
+    call = Packed(8, 2, 128)
+    key, value = quantised(128, 3), quantised(128, 4)
+    scales = [rand(BLOCKS, 2, BLOCK, seed=s).float().abs() * 0.01 + 0.005 for s in (5, 6)]
+    wanted = expected_decode(call, *(x.float() * SCALES[5][2](s) for x, s in zip((key, value), scales)))
+    found = call(
+        call.query[:3].flatten(1)[:, None], key.flatten(2), value.flatten(2), input_layout="BSH", actual_seq_qlen=[1] * 3,
+        atten_mask=None, sparse_mode=0, dequant_scale_key=scales[0].npu(), dequant_scale_value=scales[1].npu(), key_quant_mode=5,
+        value_quant_mode=5,
+    )[0]  # fmt: skip
+    close(found[:, 0].unflatten(-1, (8, 128)), wanted, 4e-3)
+
+
 @pytest.mark.parametrize("mode", [1, 3])
 def test_int8_keys_with_a_scale_per_token(npu, mode):
     call, kv = Packed(8, 2, 128), 40

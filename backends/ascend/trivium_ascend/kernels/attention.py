@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from trivium.ops import Call
-from trivium_ascend.kernels.table import HALVES, NpuKernel, first
+from trivium_ascend.kernels.table import HALVES, OWN, NpuKernel, first
 from trivium_ascend.pages import Blocks, Reads, by_length, pieces, whole
 from trivium_ascend.session import AscendSession
 from trivium_torch.kernels.attention import paged_attention as plain
@@ -25,6 +25,8 @@ from trivium_torch.kernels.dense import Args, Attrs
 
 FIA = "npu_fused_infer_attention_score_v2"
 RIGHT_DOWN, BAND = 3, 4
+IN_PAGES = 5
+"""The quantisation mode of a scale for each token and head, float32[blocks, heads, block_size]."""
 ALL = 2147483647
 HEADS, SHARED, WIDTH, PIECE = 256, 64, 65535, 16
 """Most query heads, in all and to one key head; numbers of all heads of a token in BSH stay below WIDTH; queries of a latent
@@ -105,8 +107,26 @@ def alike(session: AscendSession, q: Tensor, kv: Blocks, seen: Reads, attrs: Att
     y = session.attention(
         q.reshape(count, seen.widest, -1), *map(flat, kv.blocks), actual_seq_qlen=[seen.widest] * count,
         actual_seq_kvlen=seen.lengths, block_table=seen.table, input_layout="BSH", **options(kv, q, attrs), **mask,
+        **scaled(kv),
     )  # fmt: skip
     return y.view(*q.shape[:2], -1)
+
+
+def scaled(kv: Blocks) -> dict[str, Any]:
+    """How int8 pages become numbers: a scale for each token and head, which lies in pages, too."""
+    if not kv.scales:
+        return {}
+    key, value = kv.scales
+    modes = {"key_quant_mode": IN_PAGES, "value_quant_mode": IN_PAGES}
+    return {"dequant_scale_key": key, "dequant_scale_value": value, **modes}
+
+
+def single(session: AscendSession, args: Args, attrs: Attrs) -> Tensor:
+    """BSH over int8 pages, 2 * K * kv_heads * (n + 4) bytes a sequence: the operator takes them from single queries only, so that a
+    step with a prompt in it is plain torch's."""
+    if any(seen.widest > 1 for seen in by_length(args[1].step, attrs["window"])):
+        return plain(session, args, attrs)
+    return apart(session, args, attrs)
 
 
 def single_mask(kv: Blocks, seen: Reads) -> dict[str, Any]:
@@ -146,6 +166,12 @@ def apart_fits(call: Call) -> str | None:
     return None if call.args[4] is None else "the layout BSH has no sinks"
 
 
+def eights_fit(call: Call) -> str | None:
+    """In bytes, heads are in steps of 32."""
+    width = _sizes(call)[1]
+    return f"over int8 pages the operator takes heads of multiples of 32 numbers, not {width}" if width % 32 else None
+
+
 def _sizes(call: Call) -> tuple[int, int]:
     """Query heads, and numbers a head. How many heads share a key head, a call doesn't say: see `shared`."""
     q: Any = call.args[0]
@@ -153,14 +179,13 @@ def _sizes(call: Call) -> tuple[int, int]:
 
 
 def shared(kernel: Callable[[AscendSession, Args, Attrs], Tensor]) -> Callable[[AscendSession, Args, Attrs], Tensor]:
-    """A kernel that leaves to plain torch what the operator does not take: more than 64 query heads to a key head, and no query.
-    It has one dtype for queries, keys and values, which is that of the pages."""
+    """A kernel that leaves to plain torch what the operator does not take: more than 64 query heads to a key head, and no query."""
 
     def run(session: AscendSession, args: Args, attrs: Attrs) -> Tensor:
-        q, kv, *rest = args
+        q, kv, *_ = args
         if not q.shape[0] or q.shape[1] > SHARED * kv.blocks[0].shape[2]:
             return plain(session, args, attrs)
-        return kernel(session, (q.to(kv.blocks[0].dtype), kv, *rest), attrs).to(q.dtype)
+        return kernel(session, args, attrs)
 
     return run
 
@@ -171,8 +196,6 @@ def latent(session: AscendSession, args: Args, attrs: Attrs) -> Tensor:
     q_latent, q_rope, kv, *_ = args
     if not q_latent.shape[0]:
         return q_latent  # type: ignore[no-any-return]
-    dtype = q_latent.dtype
-    halves = tuple(q.to(kv.blocks[0].dtype) for q in (q_latent, q_rope))
     k, turned = map(flat, kv.blocks)
 
     def one(q: Tensor, rope: Tensor, seen: Reads) -> Tensor:
@@ -183,7 +206,7 @@ def latent(session: AscendSession, args: Args, attrs: Attrs) -> Tensor:
             num_query_heads=q.shape[1], num_key_value_heads=1, softmax_scale=attrs["scale"], **mask,
         )  # fmt: skip
 
-    return over(pieces(kv.step, PIECE), halves, one).to(dtype)
+    return over(pieces(kv.step, PIECE), (q_latent, q_rope), one)
 
 
 def latent_fits(call: Call) -> str | None:
@@ -196,7 +219,11 @@ def latent_fits(call: Call) -> str | None:
 
 
 KERNELS = (
-    NpuKernel("paged_attention", shared(packed), f"{FIA} (TND)", 20, first(plain_scores, packed_fits), (FIA,), HALVES, HALVES),
-    NpuKernel("paged_attention", shared(apart), f"{FIA} (BSH)", 15, first(plain_scores, apart_fits), (FIA,), HALVES, HALVES),
-    NpuKernel("latent_attention", latent, f"{FIA} (latent)", 20, latent_fits, (FIA,), HALVES, HALVES),
-)
+    NpuKernel("paged_attention", shared(packed), f"{FIA} (TND)", 20, first(plain_scores, packed_fits), (FIA,), HALVES, (OWN,)),
+    NpuKernel("paged_attention", shared(apart), f"{FIA} (BSH)", 15, first(plain_scores, apart_fits), (FIA,), HALVES, (OWN,)),
+    NpuKernel(
+        "paged_attention", shared(single), f"{FIA} (BSH, int8 pages)", 10, first(plain_scores, apart_fits, eights_fit), (FIA,),
+        HALVES, ("int8",),
+    ),
+    NpuKernel("latent_attention", latent, f"{FIA} (latent)", 20, latent_fits, (FIA,), HALVES, (OWN,)),
+)  # fmt: skip

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from trivium.ops import Call
-from trivium_ascend.kernels.table import NpuKernel
+from trivium_ascend.kernels.table import HALVES, NpuKernel
 from trivium_ascend.operators import npu
 from trivium_ascend.session import AscendSession
+from trivium_ascend.weights import Rounded
 from trivium_torch.kernels.dense import Args, Attrs
 from trivium_torch.kernels.fused import PATTERNS
 
@@ -39,6 +40,16 @@ def add_norm(session: AscendSession, args: Args, attrs: Attrs) -> tuple[Tensor, 
     return total, normed
 
 
+def add_norm_rounded(session: AscendSession, args: Args, attrs: Attrs) -> tuple[Tensor, Tensor | Rounded]:
+    """(x + y, its norm in 8 bits): for products that would round it themselves, each of them anew."""
+    x, y, weight = args
+    if not x.numel():
+        return x, x
+    factor = gamma(session, weight, attrs["offset"], x.dtype)
+    whole, _, total, steps, _ = npu.npu_add_rms_norm_dynamic_quant(x.contiguous(), y.contiguous(), factor, epsilon=attrs["eps"])
+    return total, Rounded(whole, steps, x.dtype)
+
+
 def has_weight(call: Call) -> str | None:
     return "the operator has no norm without a weight" if call.args[-1] is None else None
 
@@ -53,3 +64,9 @@ KERNELS = (
     NpuKernel("rms_norm", rms_norm, "npu_rms_norm", 10, has_weight, ("npu_rms_norm",)),
     NpuKernel(PATTERNS["add_norm"], add_norm, "npu_add_rms_norm", 10, has_weight, ("npu_add_rms_norm",)),
 )
+
+ROUNDED = NpuKernel(
+    PATTERNS["add_norm"], add_norm_rounded, "npu_add_rms_norm_dynamic_quant", 10, has_weight, ("npu_add_rms_norm_dynamic_quant",),
+    HALVES,
+)  # fmt: skip
+"""Not in the table, since a call doesn't say how the weights are kept that read its result: see rounding.py."""

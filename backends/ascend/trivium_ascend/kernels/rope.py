@@ -71,7 +71,7 @@ def rope(session: AscendSession, args: Args, attrs: Attrs) -> Tensor:
 
 def store(kv: Blocks, k: Tensor, v: Tensor) -> bool:
     """Writes the step's keys and values [tokens, heads, n] by the operator; False if the pages are of another kind than numbers."""
-    if len(kv.blocks) != 2:
+    if kv.scales:
         return False
     kept, slots = kv.step.writes()
     if slots.numel():

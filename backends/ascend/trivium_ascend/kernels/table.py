@@ -10,11 +10,13 @@ from trivium.plugin import Kernel
 from trivium_ascend.chips import Chip
 
 HALVES = ("bfloat16", "float16")
+OWN = "own"
 
 
 @dataclass(frozen=True)
 class NpuKernel(Kernel):
-    """`needs`: operators. `dtypes`: of activations, `kv_dtypes`: KV formats; None: all that the chip has."""
+    """`needs`: operators. `dtypes`: of activations, `kv_dtypes`: KV formats, OWN for the activations' dtype; None: all that the
+    chip has."""
 
     needs: tuple[str, ...] = ()
     dtypes: tuple[str, ...] | None = None
@@ -22,8 +24,9 @@ class NpuKernel(Kernel):
 
     def takes(self, dtype: str, kv_dtype: str) -> bool:
         """Whether it works in a session with these dtypes. `supports` is asked about a call, which doesn't say."""
-        pairs = (self.dtypes, dtype), (self.kv_dtypes, kv_dtype)
-        return all(possible is None or one in possible for possible, one in pairs)
+        if self.dtypes is not None and dtype not in self.dtypes:
+            return False
+        return self.kv_dtypes is None or kv_dtype in self.kv_dtypes or (OWN in self.kv_dtypes and kv_dtype == dtype)
 
     def on(self, chip: Chip) -> NpuKernel:
         """The kernel as a chip has it: where it lacks an operator, it says so of every call."""
