@@ -111,9 +111,12 @@ class Rank:
 
     def close(self) -> None:
         """Gives everything back; the group's folder too, for who made it may have been killed."""
-        self._session.close()
-        dist.destroy_process_group()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        try:
+            self._session.close()
+            dist.destroy_process_group()
+        finally:
+            for _ in range(3):  # another rank that closes its store may make the file again in between
+                shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def failure(error: Exception) -> Message:
