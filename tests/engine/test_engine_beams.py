@@ -141,6 +141,21 @@ def test_a_pool_that_holds_one_beam_at_a_time_still_gives_all() -> None:
     assert engine.stats.preemptions
 
 
+@pytest.mark.parametrize("windows", [(5, None, 5), (None, "recurrent", "recurrent", "recurrent")])
+def test_searches_that_wait_for_their_beams_make_way_in_every_pool_that_holds_one(windows: tuple[Any, ...]) -> None:
+    """In a full pool a beam may wait behind an earlier request's, which has no room while the later one's siblings sit there."""
+    prompts = [[3 + 7 * i * n % 20 for i in range(n)] for n in (1, 3, 4, 5, 8, 9, 11, 2)]
+    want = [plain_search(next_of(prompt, windows), 3, set(), 7, 1.0) for prompt in prompts]
+    least = engine_of(windows).kv.peak_pages(11 + 7)
+    for pages in range(least, least + 10):
+        for seqs in (3, 4, 8):
+            engine = engine_of(windows, pages=pages, max_num_seqs=seqs, max_num_batched_tokens=8, enable_prefix_caching=False)
+            numbers = [engine.add_request(prompt, beams(3, 7, ignore_eos=True)) for prompt in prompts]
+            done = run_all(engine)
+            for number, ranked in zip(numbers, want, strict=True):
+                check(done[number], ranked, ends=frozenset())
+
+
 @pytest.mark.parametrize("steps", range(6))
 def test_an_aborted_search_gives_what_it_has_and_frees_everything(steps: int) -> None:
     engine = engine_of((None, "recurrent"))

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -172,6 +177,92 @@ def test_a_rank_that_ends_is_an_error_and_not_a_wait(wide):
         for _ in range(2):
             with pytest.raises(BackendError, match="the group of ranks is lost: rank 1 has ended"):
                 llm.generate(PROMPTS[:1], GREEDY)
+
+
+ASKED_BY_A_TERMINAL = """
+import os, signal, sys, threading
+from trivium import LLM, SamplingParams
+
+def main():
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    llm = LLM(sys.argv[1], "torch:cpu", dtype="float32", num_kv_blocks=96, progress=False, backend_options={"tensor_parallel": 2})
+    ask = lambda: llm.generate([[1, 2, 3]], params)[0].outputs[0].token_ids
+    before = ask()
+    try:
+        os.killpg(0, signal.SIGINT)
+        threading.Event().wait(60)
+    except KeyboardInterrupt:
+        pass
+    print(ask() == before, *(p.pid for p in llm.loaded.session._processes), flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+main()
+"""
+
+
+def test_ctrl_c_reaches_who_asked_alone_and_ranks_end_with_who_is_killed(folders, tmp_path):
+    """A terminal sends Ctrl-C to the whole process group. Nobody tidies up after SIGKILL but the ranks."""
+    env = {**os.environ, "TMPDIR": str(tmp_path)}
+    command = [sys.executable, "-c", ASKED_BY_A_TERMINAL, str(folders["llama"])]
+    done = subprocess.run(command, env=env, start_new_session=True, stdout=subprocess.PIPE, text=True, timeout=120)
+    assert done.returncode == -signal.SIGKILL
+    same, *pids = done.stdout.split()
+    assert same == "True" and len(pids) == 2
+    until = time.monotonic() + 60
+    while any(is_running(int(pid)) for pid in pids) or any(tmp_path.iterdir()):
+        assert time.monotonic() < until, (pids, list(tmp_path.iterdir()))
+        threading.Event().wait(0.05)
+
+
+def is_running(pid):
+    """Whether the process is there and has not ended, though nobody may have asked how."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+@pytest.mark.parametrize("way", ["send", "recv"])
+def test_half_a_message_is_the_end_of_the_group_and_no_wait(wide, monkeypatch, way):
+    """Ctrl-C may come anywhere: one rank has the message, and the other never will."""
+    with LLM(wide, "torch:cpu", **over(2)) as llm:
+        second, whole = llm.loaded.session._wires[1], getattr(Wire, way)
+
+        def interrupted(wire, *message):
+            if wire is second:
+                raise KeyboardInterrupt
+            return whole(wire, *message)
+
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(Wire, way, interrupted)
+            llm.generate(PROMPTS[:1], GREEDY)
+        with pytest.raises(BackendError, match="a message of rank 1 was cut off; load the model again"):
+            llm.generate(PROMPTS[:1], GREEDY)
+
+
+def test_a_wait_that_was_interrupted_takes_no_answer_for_another(wide, monkeypatch):
+    """Two steps may be under way: what a rank says of the second is not its answer to the first."""
+    from trivium.plugin import resolve
+
+    backend, device = resolve("torch:cpu")
+    session = backend.open(device, {"dtype": "float32", "tensor_parallel": 2})
+    take = session._take
+
+    def interrupted(ticket, rank):
+        take(ticket, rank)
+        raise KeyboardInterrupt
+
+    try:
+        first, second = session._tell({"do": "memory"}), session._tell({"do": "output", "name": "logits"})
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(session, "_take", interrupted)
+            session.settle(first)
+        assert len(first.answers) == 1
+        assert all("memory" in answer.head for answer in session.settle(first))
+        with pytest.raises(BackendError, match="rank 0: no step was run yet"):
+            session.settle(second)
+    finally:
+        session.close()
 
 
 def test_what_a_rank_raises_is_raised_with_its_number(wide):

@@ -324,11 +324,12 @@ class _Planner:
         return seq.adapter not in used and len(used - {None}) >= self.slots
 
     def _evict(self, order: Order, seq: Sequence) -> bool:
-        """Plans to preempt the last of the running sequences if it stands after `order`; else a parked sibling of `seq`."""
+        """Plans to preempt the last of the running sequences if it stands after `order`; else one that is parked, a sibling of
+        `seq` or later: it may wait for what is behind `seq`, and would for ever."""
         if self.alive and self.alive[-1].order > order:
             victim = self.alive.pop()
         else:
-            victim = next((s for s in reversed(self.alive) if s.parked and s.order[:2] == seq.order[:2]), seq)
+            victim = next((s for s in reversed(self.alive) if s.parked and s.order[:2] >= seq.order[:2]), seq)
             if victim is seq:
                 return False
             self.alive.remove(victim)

@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -138,7 +139,11 @@ class RanksSession(Session):
             command = [sys.executable, "-m", "trivium_torch.ranks.worker", str(theirs.fileno())]
             path = os.pathsep.join(p for p in sys.path if p)
             env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": str(threads)}
-            self._processes.append(subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=env))
+            # A session of its own: Ctrl-C in a terminal is for who asked, and what it means is theirs to say.
+            process = subprocess.Popen(
+                command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=env, start_new_session=True
+            )  # fmt: skip
+            self._processes.append(process)
         self._ends.append(mine)
         self._wires.append(Wire(mine))
 
@@ -149,10 +154,8 @@ class RanksSession(Session):
         ticket = Ticket(meets)
         self._sent.append(ticket)
         for rank, (wire, message) in enumerate(zip(self._wires, messages, strict=True)):
-            try:
+            with self._whole(rank):
                 wire.send(message)
-            except Gone:
-                self._give_up(f"rank {rank} has ended")
         return ticket
 
     def _tell(self, head: dict[str, Any], arrays: Sequence[Array] = (), *, meets: bool = False) -> Ticket:
@@ -190,7 +193,8 @@ class RanksSession(Session):
     def _receive(self, ticket: Ticket, seconds: float | None) -> None:
         with selectors.DefaultSelector() as ready:
             for rank, end in enumerate(self._ends):
-                ready.register(end, selectors.EVENT_READ, rank)
+                if rank not in ticket.answers:  # else, of a wait that was interrupted: what it says next is not for this ticket
+                    ready.register(end, selectors.EVENT_READ, rank)
             deadline = None if seconds is None else time.monotonic() + seconds
             while len(ticket.answers) < self._ranks:
                 found = ready.select(None if deadline is None else max(0.0, deadline - time.monotonic()))
@@ -203,17 +207,29 @@ class RanksSession(Session):
                     deadline = time.monotonic() + GRACE_SECONDS
 
     def _take(self, ticket: Ticket, rank: int) -> None:
-        try:
+        with self._whole(rank):
             ticket.answers[rank] = self._wires[rank].recv()
+
+    @contextmanager
+    def _whole(self, rank: int) -> Iterator[None]:
+        """A message is under way: with half of one, as after Ctrl-C, nobody knows where the next begins."""
+        try:
+            yield
         except Gone:
             self._give_up(f"rank {rank} has ended")
+        except BaseException:
+            self._lose(f"a message of rank {rank} was cut off")
+            raise
 
     def _give_up(self, reason: str) -> NoReturn:
         """A group that lacks a rank can't go on."""
+        self._lose(reason)
+        raise BackendError(self._lost)
+
+    def _lose(self, reason: str) -> None:
         self._lost = f"the group of ranks is lost: {reason}; load the model again"
         for process in self._processes:
             process.kill()
-        raise BackendError(self._lost)
 
     def close(self) -> None:
         for end in self._ends:

@@ -9,10 +9,12 @@ decides. The process ends when the socket is closed.
 from __future__ import annotations
 
 import importlib
+import shutil
 import socket
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -38,6 +40,7 @@ class Rank:
 
     def __init__(self, hello: Message) -> None:
         head = hello.head
+        self._folder = Path(head["store"].removeprefix("file://")).parent
         module, _, name = head["backend"].partition(":")
         backend = getattr(importlib.import_module(module), name)()
         device = backend.probe().devices[head["index"]]
@@ -114,9 +117,13 @@ class Rank:
         return Message({})
 
     def close(self) -> None:
-        """Gives everything back."""
-        self._session.close()
-        dist.destroy_process_group()
+        """Gives everything back; the group's folder too, for who made it may have been killed."""
+        try:
+            self._session.close()
+            dist.destroy_process_group()
+        finally:
+            for _ in range(3):  # another rank that closes its store may make the file again in between
+                shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def failure(error: Exception) -> Message:
