@@ -96,8 +96,10 @@ requests = st.lists(
 
 @given(st.sampled_from(sorted(KINDS)), requests, st.integers(22, 60), st.integers(1, 6), st.integers(1, 20), st.integers(0, 2**32))
 @example(  # an earlier prompt finds pages that nobody owned, and takes them from a decode
-    "window", [(1, 1, 0, 0, False)] * 4 + [(10, 12, 0, 10, True), (11, 1, 0, 0, False), (13, 1, 0, 24, False), (19, 3, 0, 21, False),
-    (19, 10, 0, 0, False)], 24, 4, 11, 0,
+    "window",
+    [*[(1, 1, 0, 0, False)] * 4, (10, 12, 0, 10, True), (11, 1, 0, 0, False), (13, 1, 0, 24, False), (19, 3, 0, 21, False),
+     (19, 10, 0, 0, False)],
+    24, 4, 11, 0,
 )  # fmt: skip
 @settings(max_examples=150, deadline=None)
 def test_any_arrivals_all_finish_within_every_limit(
