@@ -51,7 +51,10 @@ def test_greedy_tokens_are_the_oracle_s_in_any_company(case: tuple[Path, list[li
 
 def test_few_pages_and_small_chunks_change_no_token(case: tuple[Path, list[list[int]]]) -> None:
     folder, want = case
-    settings = {"num_kv_blocks": 17, "max_num_batched_tokens": 16, "enable_prefix_caching": False}
+    pages = (
+        22 if folder.name in ("qwen3-next", "granite-hybrid") else 17
+    )  # each of their recurrent groups takes two, beside attention's
+    settings = {"num_kv_blocks": pages, "max_num_batched_tokens": 16, "enable_prefix_caching": False}
     with LLM(folder, "reference", progress=False, block_size=8, max_model_len=80, **settings) as llm:
         assert ids(llm, PROMPTS * 2) == want * 2
         windowed = any(group.spec.window is not None for group in llm.loaded.kv_spec.groups)

@@ -80,7 +80,7 @@ def test_accelerators_compute_in_bfloat16_by_default(monkeypatch):
 
 def test_a_vendor_s_device_is_the_subclass_of_the_guide_and_passes_the_kit(tmp_path, monkeypatch):
     guide = (Path(__file__).parents[2] / "docs" / "torch.md").read_text()
-    source = guide.split("```python\n")[1].split("```")[0]
+    source = next(block.split("```")[0] for block in guide.split("```python\n") if "class ChipBackend" in block)
     assert len(source.splitlines()) < 50
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # the kit also opens it in a process of its own
