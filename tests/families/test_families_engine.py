@@ -49,6 +49,14 @@ def test_greedy_tokens_are_the_oracle_s_in_any_company(case: tuple[Path, list[li
         assert [ids(llm, [prompt])[0] for prompt in PROMPTS[2:]] == want[2:]  # alone, and with what was kept of the first time
 
 
+@pytest.mark.parametrize("way", ["tensor_parallel", "pipeline_parallel"])
+def test_two_ranks_give_the_oracle_s_tokens(case: tuple[Path, list[list[int]]], way: str) -> None:
+    folder, want = case
+    options = {**exact("torch"), "backend_options": {way: 2}}
+    with LLM(folder, "torch:cpu", progress=False, num_kv_blocks=200, **options) as llm:
+        assert ids(llm, PROMPTS) == want
+
+
 def test_few_pages_and_small_chunks_change_no_token(case: tuple[Path, list[list[int]]]) -> None:
     folder, want = case
     pages = (

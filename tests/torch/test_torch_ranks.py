@@ -24,7 +24,7 @@ pytest.importorskip("torch")
 
 from trivium_torch.ranks.data import Message, program_message, program_of
 from trivium_torch.ranks.session import rank_devices
-from trivium_torch.ranks.shard import local_spec, shard
+from trivium_torch.ranks.shard import RULES, local_spec, shard
 from trivium_torch.ranks.stages import cut, stage_spec
 from trivium_torch.ranks.wire import Wire
 
@@ -143,6 +143,34 @@ def test_an_operator_without_a_rule_gets_its_arguments_whole():
     made = shard(b.finish({"logits": logits}, vocab_size=9), (), 2, 0)
     assert made.parts["up"].dim is None  # rather than cut and gathered at once
     assert [call.name for call in made.program.calls].count("all_gather") == 0
+
+
+def attending(name, **attrs):
+    """A layer of four heads over two of keys that reads its pages by the operator `name`."""
+    b = new_builder()
+    x = b.embedding(b.input("token_ids"), b.weight("table", (9, 8)))
+    made = [b.reshape(b.linear(x, b.weight(n, (h * 4, 8))), shape=("tokens", h, 4)) for n, h in (("q", 4), ("k", 2), ("v", 2))]
+    state = b.kv_write(b.state("kv", PagedKV(2, 4)), made[1], made[2])
+    y = b.call(name, made[0], state, b.input("query_starts"), b.input("context_lens"), scale=0.5, **attrs)
+    out = b.linear(b.reshape(y, shape=("tokens", 16)), b.weight("o", (8, 16)))
+    return b.finish({"logits": b.gather_rows(out, b.input("sample_rows"))}, vocab_size=8)
+
+
+@pytest.mark.parametrize(("name", "attrs"), [("paged_attention", {}), ("chunked_attention", {"chunk": 8})])
+def test_every_kind_of_attention_works_on_its_own_heads(name, attrs):
+    made = shard(attending(name, **attrs), (), 2, 0)
+    assert made.cut_states == {0} and {part.dim for part in made.parts.values()} == {None, 0, 1}
+    [call] = [call for call in made.program.calls if call.name == name]
+    assert call.args[0].shape == ("tokens", 2, 4)
+
+
+def test_a_state_that_an_operator_without_a_rule_reads_stays_whole(monkeypatch):
+    rules = {k: v for k, v in RULES.items() if k != "chunked_attention"}
+    monkeypatch.setattr("trivium_torch.ranks.shard.RULES", rules)
+    made = shard(attending("chunked_attention", chunk=8), (), 2, 0)
+    assert made.cut_states == frozenset() and made.program.states[0].spec == PagedKV(2, 4)
+    [call] = [call for call in made.program.calls if call.name == "chunked_attention"]
+    assert call.args[0].shape == ("tokens", 4, 4)
 
 
 def test_a_bias_after_a_sum_is_added_by_one_rank():

@@ -1,1 +1,1 @@
-"""Tensor parallelism: one model over several devices of a machine, each with a process of its own, behind one Session."""
+"""One model over several devices of a machine, by heads or by layers, each with a process of its own, behind one Session."""

@@ -24,6 +24,10 @@ class Message(NamedTuple):
     arrays: Sequence[Array] = ()
 
 
+NOTHING = Message({"do": "nothing"})
+"""To a rank that a request does not concern."""
+
+
 def _state_data(spec: StateSpec) -> list[Any]:
     return [type(spec).__name__, {f.name: getattr(spec, f.name) for f in fields(spec)}]
 

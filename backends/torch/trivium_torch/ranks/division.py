@@ -9,7 +9,7 @@ import numpy as np
 
 from trivium.ops import Group, KVSpec, PagedKV, Program
 from trivium_torch.ranks import stages
-from trivium_torch.ranks.data import Array, Message
+from trivium_torch.ranks.data import Array
 from trivium_torch.ranks.shard import Part, local_spec, shard
 
 
@@ -86,6 +86,3 @@ def loads(division: Division, weights: Mapping[str, Any]) -> Iterator[tuple[Any,
                 names[rank].append(constant.value.name)
     for (_, dim), (weight, names) in found.items():
         yield weight, dim, names
-
-
-NOTHING = Message({"do": "nothing"})

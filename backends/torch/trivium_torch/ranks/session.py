@@ -26,8 +26,8 @@ from trivium.ops.sample import plain_inputs
 from trivium.plugin import Device, Executable, Memory, Session, Step
 from trivium_torch.formats import FORMATS
 from trivium_torch.ranks import data
-from trivium_torch.ranks.data import Array, Message
-from trivium_torch.ranks.division import NOTHING, Division, by_heads, by_layers, loads
+from trivium_torch.ranks.data import NOTHING, Array, Message
+from trivium_torch.ranks.division import Division, by_heads, by_layers, loads
 from trivium_torch.ranks.wire import Gone, Wire
 
 if TYPE_CHECKING:

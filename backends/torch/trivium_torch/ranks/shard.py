@@ -113,7 +113,11 @@ class _Shard(Builder):
         """As Builder.call, of values that may be cut."""
         padded = self._bind_args(self._operators[name], args)
         rule = RULES.get(name)
-        return self.plain(name, self.gathered(padded), attrs) if rule is None else rule(self, padded, attrs)
+        if rule is not None:
+            return rule(self, padded, attrs)
+        for state in (v for v in padded if v in self._state_index):
+            self.keep_state(state)  # whole arguments want the whole state
+        return self.plain(name, self.gathered(padded), attrs)
 
     def plain(self, name: str, args: Sequence[Value | None], attrs: Mapping[str, Any], cut: int | None = None) -> Any:
         """A call of the operator itself, whose first result is cut along `cut`; the others are states."""
@@ -218,16 +222,22 @@ def _kv_write(s: _Shard, args: Sequence[Any], attrs: Mapping[str, Any]) -> Any:
     return s.plain("kv_write", args if s.state_is_cut(state) else s.gathered(args), attrs)
 
 
-def _paged_attention(s: _Shard, args: Sequence[Any], attrs: Mapping[str, Any]) -> Any:
-    q, state, starts, lens, sinks = args
-    if s.state_is_cut(state) and s.cut.get(q) == 1:
-        own = None if sinks is None else s.constant(sinks, 0)
-        y = Builder.call(s, "paged_attention", q, state, starts, lens, own, **attrs)
-        s.mark(y, 1, s._causes[q])
-        return y
-    s.keep_state(state)
-    whole = s.gathered(args)
-    return whole[0] if s.state_is_cut(state) else s.plain("paged_attention", whole, attrs)
+def _attention(name: str) -> Rule:
+    """An operator that reads pages with queries [tokens, heads, head_dim]; what it has beyond lengths is one number a head."""
+
+    def rule(s: _Shard, args: Sequence[Any], attrs: Mapping[str, Any]) -> Any:
+        q, state, starts, lens, *by_head = args
+        if s.state_is_cut(state) and s.cut.get(q) == 1:
+            own = [None if v is None else s.constant(v, 0) for v in by_head]
+            y = Builder.call(s, name, q, state, starts, lens, *own, **attrs)
+            s.mark(y, 1, s._causes[q])
+            return y
+        was_cut = s.state_is_cut(state)
+        s.keep_state(state)
+        whole = s.gathered(args)
+        return whole[0] if was_cut else s.plain(name, whole, attrs)  # the attempt after this one gets it right
+
+    return rule
 
 
 def _head_linear(s: _Shard, args: Sequence[Any], attrs: Mapping[str, Any]) -> Any:
@@ -261,10 +271,11 @@ def _moe_experts(s: _Shard, args: Sequence[Any], attrs: Mapping[str, Any]) -> An
 
 
 RULES: Mapping[str, Rule] = {
-    "linear": _linear, "reshape": _reshape, "kv_write": _kv_write, "paged_attention": _paged_attention,
+    "linear": _linear, "reshape": _reshape, "kv_write": _kv_write,
+    **{name: _attention(name) for name in ("paged_attention", "chunked_attention")},
     "head_linear": _head_linear, "latent_attention": _latent_attention, "moe_experts": _moe_experts,
     **{name: _same(name) for name in ("add", "mul", "gated", "scale", "softcap", "activation")},
-    **{name: _same(name, last=False) for name in ("rms_norm", "layer_norm", "rope", "slice", "concat")},
+    **{name: _same(name, last=False) for name in ("rms_norm", "layer_norm", "rope", "position_scale", "slice", "concat")},
     "gather_rows": _same("gather_rows"),
 }  # fmt: skip
 """What is known of operators whose arguments may be cut."""
