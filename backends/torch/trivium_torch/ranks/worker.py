@@ -9,13 +9,15 @@ decides. The process ends when the socket is closed.
 from __future__ import annotations
 
 import importlib
+import os
 import shutil
 import socket
 import sys
+import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch.distributed as dist
@@ -117,13 +119,13 @@ class Rank:
         return Message({})
 
     def close(self) -> None:
-        """Gives everything back; the group's folder too, for who made it may have been killed."""
+        """Gives everything back; the group's folder too, for who made it may have been killed. The process group is left to the
+        end of the process: a rank that takes it down opens the store's file once more, makes it again where another rank has
+        removed it, and waits for minutes where its folder is gone."""
         try:
             self._session.close()
-            dist.destroy_process_group()
         finally:
-            for _ in range(3):  # another rank that closes its store may make the file again in between
-                shutil.rmtree(self._folder, ignore_errors=True)
+            shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def failure(error: Exception) -> Message:
@@ -133,8 +135,8 @@ def failure(error: Exception) -> Message:
     return Message({"error": kind, "message": text, "param": getattr(error, "param", None)})
 
 
-def main() -> None:
-    wire = Wire(socket.socket(fileno=int(sys.argv[1])))
+def serve(wire: Wire) -> None:
+    """Answers until nobody asks."""
     rank: Rank | None = None
     try:
         while True:
@@ -150,6 +152,17 @@ def main() -> None:
     except Gone:
         if rank is not None:
             rank.close()
+
+
+def main() -> NoReturn:
+    code = 1
+    try:
+        serve(Wire(socket.socket(fileno=int(sys.argv[1]))))
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    sys.stderr.flush()
+    os._exit(code)  # what the interpreter would take down at its end is the process group: see Rank.close
 
 
 if __name__ == "__main__":
