@@ -164,6 +164,21 @@ def test_every_kind_of_attention_works_on_its_own_heads(name, attrs):
     assert call.args[0].shape == ("tokens", 2, 4)
 
 
+def test_attention_to_both_sides_works_on_its_own_heads():
+    b = new_builder()
+    x = b.embedding(b.input("token_ids"), b.weight("table", (9, 8)))
+    made = [b.reshape(b.linear(x, b.weight(n, (h * 4, 8))), shape=("tokens", h, 4)) for n, h in (("q", 4), ("k", 2), ("v", 2))]
+    y = b.bidirectional_attention(*made, b.input("query_starts"), scale=0.5)
+    out = b.linear(b.reshape(y, shape=("tokens", 16)), b.weight("o", (8, 16)))
+    program = b.finish({"logits": b.gather_rows(out, b.input("sample_rows"))}, vocab_size=8)
+    part = shard(program, (), 2, 0)
+    assert {name: p.dim for name, p in part.parts.items()} == {"table": None, "q/0": 0, "k/0": 0, "v/0": 0, "o/1": 1}
+    [call] = [call for call in part.program.calls if call.name == "bidirectional_attention"]
+    assert [a.shape[1] for a in call.args[:3]] == [2, 1, 1]
+    three = shard(program, (), 3, 0)  # of which none gets equal heads
+    assert {p.dim for p in three.parts.values()} == {None}
+
+
 def test_a_state_that_an_operator_without_a_rule_reads_stays_whole(monkeypatch):
     rules = {k: v for k, v in RULES.items() if k != "chunked_attention"}
     monkeypatch.setattr("trivium_torch.ranks.shard.RULES", rules)
