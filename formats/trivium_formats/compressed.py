@@ -5,7 +5,8 @@ codes plus 2**(bits - 1), the first in the lowest bits; STEM.weight_shape int64[
 STEM.weight_scale, by `strategy`: "tensor" [1], "channel" [out, 1], "group" [out, in / group_size], "block" [ceil(out / rows),
 ceil(in / columns)]. STEM.weight_zero_point, where not `symmetric`: int8 of the same shape; or, of packed codes, packed as they are,
 but along the outputs. STEM.weight_g_idx int32[in]: the group of each input, if they are not in order.
-weight = scale * (code - zero point). Activations are not rounded, whatever the checkpoint says of them.
+weight = scale * (code - zero point). STEM.input_scale and STEM.input_zero_point [1]: how the inputs are to be rounded where a
+group's `input_activations` are of 8 bits, "tensor" and not `dynamic`. Other rounding of activations is left to the backend.
 
 Source: the package compressed-tensors (Neural Magic, vLLM project).
 """
@@ -22,20 +23,24 @@ from trivium.errors import CheckpointError
 from trivium.ops import Weight
 
 from trivium_formats.grids import Grid, block_of, find_grid, grid_shape
-from trivium_formats.lazy import Decoded, Floats, Lazy
-from trivium_formats.modules import Config, Hook, Module, Tensors, check_groups, choice, join, numbers, unpack
+from trivium_formats.lazy import Decoded, Floats, Lazy, Parts
+from trivium_formats.modules import Config, Hook, Module, Tensors, check_groups, choice, input_scale, join, numbers, unpack
 
 _FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
-_OTHERS = ("weight", "weight_scale", "weight_zero_point", "weight_g_idx", "weight_shape")
+_OTHERS = (
+    "weight", "weight_scale", "weight_zero_point", "weight_g_idx", "weight_shape", "input_scale", "input_zero_point",
+)  # fmt: skip
 
 
 class Scheme(NamedTuple):
-    """How weights are stored. `block`: rows and columns that share a scale, 0 for all."""
+    """How weights are stored. `block`: rows and columns that share a scale, 0 for all. `static`: inputs are to be rounded to 8
+    bits, those of all tokens alike."""
 
     bits: int
     symmetric: bool
     block: tuple[int, int]
     packed_zeros: bool
+    static: bool
 
 
 def read(config: Config, tensors: Tensors) -> Tensors:
@@ -67,7 +72,13 @@ def _scheme(group: Mapping[str, Any]) -> Scheme:
         raise CheckpointError(f"group_size must be a number of inputs, not {size!r}")
     block = block_of(args.get("block_structure"), "block_structure") if strategy == "block" else (0, 0)
     blocks = {"tensor": (0, 0), "channel": (1, 0), "group": (1, size or 0), "block": block}
-    return Scheme(bits, bool(args.get("symmetric", True)), blocks[strategy], strategy in ("channel", "group"))
+    return Scheme(bits, bool(args.get("symmetric", True)), blocks[strategy], strategy in ("channel", "group"), _static(group))
+
+
+def _static(group: Mapping[str, Any]) -> bool:
+    asked = group.get("input_activations") or {}
+    kind = asked.get("num_bits"), asked.get("type", "int"), asked.get("strategy"), asked.get("dynamic", False)
+    return kind == (8, "int", "tensor", False)
 
 
 def _find_scheme(stem: str, schemes: Mapping[str, Scheme]) -> Scheme:
@@ -104,8 +115,16 @@ def _weight(module: Module, *, schemes: Mapping[str, Scheme]) -> Weight:
         weights *= scale.rows(start, stop, of)
         return weights
 
+    def parts(start: int, stop: int) -> Parts | None:
+        if codes.format != "int8" or zeros is not None or order is not None or across != 1:
+            return None
+        return {"codes": codes.data[start:stop], "scales": scale.rows(start, stop, np.zeros(1, np.int64))}
+
     stored = [codes, scale.weight, *([zeros.weight] if zeros else []), *([order] if order else [])]
-    return Decoded(shape, "compressed-tensors", decode, tuple(stored), f"compressed-tensors {scheme}")
+    inputs = input_scale(module, "input_zero_point") if scheme.static else None
+    made = Decoded(shape, "compressed-tensors", decode, tuple(stored), f"compressed-tensors {scheme} {inputs}", parts)
+    vars(made).update(inputs=inputs)
+    return made
 
 
 def _codes(module: Module, bits: int) -> tuple[Weight, tuple[int, int]]:

@@ -19,7 +19,8 @@ Parts = Mapping[str, Any]
 Whole numbers of 4 bits (formats "awq", "gptq_4"): codes uint8[out, in] below 16, scales float32[out, groups], zeros uint8[out,
 groups]; order int32[in] or None: input i of the codes is input order[i] of the matrix. weight = scale * (code - zero), and groups
 of equal size follow one another. Format "fp8": codes uint8[out, in], the bits of float8_e4m3; scales float32[blocks down, blocks
-across]; block: the (rows, columns) that a scale is for."""
+across]; block: the (rows, columns) that a scale is for. Formats "modelslim" and "compressed-tensors", where a row has
+one scale and no zero point (else None): codes int8[out, in]; scales float32[out, 1]."""
 _STEP = 1 << 20
 """Numbers that are decoded at a time: what a decoder needs beside its result stays small."""
 
@@ -38,13 +39,13 @@ class Lazy(Weight):
 
     _make: Callable[[], Array]
     _nbytes: int
-    _parts: Callable[[int, int], Parts] | None = None
+    _parts: Callable[[int, int], Parts | None] | None = None
 
     def parts(self) -> Parts | None:
         """See Parts; None where the data is all there is."""
         return None if self._parts is None else self._parts(0, self.shape[0])
 
-    def _slice_parts(self, start: int) -> Callable[[int, int], Parts] | None:
+    def _slice_parts(self, start: int) -> Callable[[int, int], Parts | None] | None:
         parts = self._parts
         return None if parts is None else lambda first, last: parts(start + first, start + last)
 
@@ -67,7 +68,7 @@ class Lazy(Weight):
         nbytes = self._nbytes * (stop - start) // self.shape[0]
         shape = (stop - start, *self.shape[1:])
         piece = Lazy(self.name, shape, self.format, lambda: self.data[start:stop], self.decoder, origin, nbytes)
-        vars(piece).update(_parts=self._slice_parts(start))
+        vars(piece).update(_parts=self._slice_parts(start), inputs=self.inputs)
         return piece
 
 
@@ -78,7 +79,7 @@ class Decoded(Lazy):
 
     def __init__(
         self, shape: tuple[int, int], format: str, rows: Callable[[int, int], Array], stored: tuple[Weight, ...], how: str,
-        parts: Callable[[int, int], Parts] | None = None,
+        parts: Callable[[int, int], Parts | None] | None = None,
     ) -> None:  # fmt: skip
         origins = [w.origin for w in stored]
         origin = f"{how} of {' and '.join(origins)}" if all(origins) else ""
@@ -98,7 +99,7 @@ class Decoded(Lazy):
             return _in_steps(lambda first, last: self._rows(start + first, start + last), shape)
 
         piece = Lazy(self.name, shape, self.format, make, self.decoder, origin, nbytes)
-        vars(piece).update(_parts=self._slice_parts(start))
+        vars(piece).update(_parts=self._slice_parts(start), inputs=self.inputs)
         return piece
 
 
