@@ -16,11 +16,13 @@ FLOATS = ("float16", "bfloat16", "float32")
 Parts = Mapping[str, Any]
 """What numbers are stored as, for backends that keep it so: "codes", and "scales" as float32[out, ...].
 
-Whole numbers of 4 bits (formats "awq", "gptq_4"): codes uint8[out, in] below 16, scales float32[out, groups], zeros uint8[out,
-groups]; order int32[in] or None: input i of the codes is input order[i] of the matrix. weight = scale * (code - zero), and groups
-of equal size follow one another. Format "fp8": codes uint8[out, in], the bits of float8_e4m3; scales float32[blocks down, blocks
-across]; block: the (rows, columns) that a scale is for. Formats "modelslim" and "compressed-tensors", where a row has
-one scale and no zero point (else None): codes int8[out, in]; scales float32[out, 1]."""
+Whole numbers of 4 bits (formats "awq", "gptq_4", "w4a16"): codes uint8[out, in] below 16, scales float32[out, groups], zeros
+uint8[out, groups]; order int32[in] or None: input i of the codes is input order[i] of the matrix. weight = scale * (code - zero),
+and groups of equal size follow one another.
+
+Numbers of 8 bits: codes int8[out, in] (formats "w8a16", "w8a8") or uint8[out, in], the bits of float8_e4m3 (formats "fp8",
+"w8a8_fp8"); scales float32[blocks down, blocks across]; block: the (rows, columns) that a scale is for: all, one row, or of floats
+a rectangle. The names with a8 say that activations are meant to be rounded to 8 bits, too."""
 _STEP = 1 << 20
 """Numbers that are decoded at a time: what a decoder needs beside its result stays small."""
 
@@ -39,13 +41,18 @@ class Lazy(Weight):
 
     _make: Callable[[], Array]
     _nbytes: int
-    _parts: Callable[[int, int], Parts | None] | None = None
+    _parts: Callable[[int, int], Parts] | None = None
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether there are parts(), without reading them."""
+        return self._parts is not None
 
     def parts(self) -> Parts | None:
-        """See Parts; None where the data is all there is."""
+        """See Parts; None where the data is all there is. Several matrices in one weight are the first dimension of each."""
         return None if self._parts is None else self._parts(0, self.shape[0])
 
-    def _slice_parts(self, start: int) -> Callable[[int, int], Parts | None] | None:
+    def _slice_parts(self, start: int) -> Callable[[int, int], Parts] | None:
         parts = self._parts
         return None if parts is None else lambda first, last: parts(start + first, start + last)
 
@@ -79,7 +86,7 @@ class Decoded(Lazy):
 
     def __init__(
         self, shape: tuple[int, int], format: str, rows: Callable[[int, int], Array], stored: tuple[Weight, ...], how: str,
-        parts: Callable[[int, int], Parts | None] | None = None,
+        parts: Callable[[int, int], Parts] | None = None,
     ) -> None:  # fmt: skip
         origins = [w.origin for w in stored]
         origin = f"{how} of {' and '.join(origins)}" if all(origins) else ""

@@ -68,6 +68,8 @@ def _weight(module: Module, kind: str) -> Weight:
     out, columns = codes.shape
     scale, stored = _row_scales(module, out)
     offset = _rows(module, "weight_offset", out) if "weight_offset" in module.parts else None
+    if offset is not None and not _column(offset).any():
+        offset = None
     stored = (codes, *stored, *([] if offset is None else [offset]))
 
     def decode(start: int, stop: int) -> Floats:
@@ -77,13 +79,12 @@ def _weight(module: Module, kind: str) -> Weight:
         weights *= scale()[start:stop]
         return weights
 
-    def parts(start: int, stop: int) -> Parts | None:
-        if offset is not None and _column(offset)[start:stop].any():
-            return None
-        return {"codes": codes.data[start:stop], "scales": scale()[start:stop]}
+    def parts(start: int, stop: int) -> Parts:
+        return {"codes": codes.data[start:stop], "scales": scale()[start:stop], "block": (1, 0)}
 
-    inputs = input_scale(module, "input_offset") if kind in STATIC else None
-    made = Decoded((out, columns), "modelslim", decode, stored, f"modelslim {kind} {inputs}", parts)
+    inputs, how = input_scale(module, "input_offset") if kind in STATIC else None, f"modelslim {kind}"
+    format = "modelslim" if offset is not None else "w8a16" if kind == "W8A16" else "w8a8"
+    made = Decoded((out, columns), format, decode, stored, f"{how} {inputs}", None if offset is not None else parts)
     vars(made).update(inputs=inputs)
     return made
 
