@@ -80,7 +80,7 @@ def _weight(module: Module, kind: str) -> Weight:
         return weights
 
     def parts(start: int, stop: int) -> Parts:
-        return {"codes": codes.data[start:stop], "scales": scale()[start:stop], "block": (1, 0)}
+        return {"codes": codes.data[start:stop], "scales": scale()[start:stop], "block": (1, columns)}
 
     inputs, how = input_scale(module, "input_offset") if kind in STATIC else None, f"modelslim {kind}"
     format = "modelslim" if offset is not None else "w8a16" if kind == "W8A16" else "w8a8"
@@ -116,7 +116,7 @@ def _deq(weight: Weight) -> Floats:
     """deq_scale as float32[out]."""
     if weight.format == "float32":
         return weight.decode()
-    return (weight.data.reshape(-1) & 0xFFFFFFFF).astype(np.uint32).view(np.float32)
+    return np.asarray((weight.data.reshape(-1) & 0xFFFFFFFF).astype(np.uint32).view(np.float32))
 
 
 def _bias(module: Module) -> Weight:
