@@ -128,7 +128,7 @@ def _bias(module: Module) -> Weight:
 
     def make() -> Floats:
         own = np.asarray(whole.data, np.int64) + offset * codes.data.sum(axis=1, dtype=np.int64)
-        return (own * _deq(product).astype(np.float64)).astype(np.float32)
+        return np.asarray(own * _deq(product).astype(np.float64), np.float32)
 
     origins = [w.origin for w in (codes, product, whole)]
     origin = f"modelslim bias {offset} of {' and '.join(origins)}" if all(origins) else ""
