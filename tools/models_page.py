@@ -32,11 +32,12 @@ FORMATS = """
 ## Storage formats
 
 Beside float32, float16 and bfloat16 in safetensors and every block type of GGUF, checkpoints are opened as these tools publish
-them, by the `quant_method` of their config.json. Each number is exactly what the format's description (or its own package, where it
-installs) says, and models answer on `reference` and `cpu` as the same numbers do in float32 (`python -m pytest tests/formats`).
+them, by the `quant_method` of their config.json or the name of a file that describes the tensors. Each number is exactly what the
+format's description (or its own package, where it installs) says, and models answer on `reference` and `cpu` as the same numbers
+do in float32 (`python -m pytest tests/formats`).
 `--quantize int8` or `int4` rounds them again, into what a backend multiplies fastest.
 
-| `quant_method` | what it is | tests |
+| `quant_method` or file | what it is | tests |
 | --- | --- | --- |
 """
 MISSING = """
@@ -44,7 +45,6 @@ MISSING = """
 
 | family | it needs |
 | --- | --- |
-| Gemma 3n | a mean and a deviation of a row as numbers of their own (sparse activations); streams mixed by each token |
 | DeepSeek-V3.2 in contexts longer than `index_topk`, GLM-5 | latent attention over positions that an indexer chooses |
 | DeepSeek-V4 | attention over compressed keys, hyper-connections |
 | encoders: ModernBERT and its like | attention to both sides without pages |

@@ -7,6 +7,7 @@ ceil(in / columns)]. STEM.weight_zero_point, where not `symmetric`: int8 of the 
 but along the outputs. STEM.weight_g_idx int32[in]: the group of each input, if they are not in order.
 weight = scale * (code - zero point). `input_activations` says whether activations are meant to be rounded to 8 bits, too: then a
 weight's format is one of "w8a8" and "w8a8_fp8", and a backend may do so; the numbers are the same either way.
+STEM.input_scale and STEM.input_zero_point [1]: how whole numbers are to be made of them where these are not `dynamic`.
 
 Source: the package compressed-tensors (Neural Magic, vLLM project).
 """
@@ -14,7 +15,7 @@ Source: the package compressed-tensors (Neural Magic, vLLM project).
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,10 +25,12 @@ from trivium.ops import Weight
 
 from trivium_formats.grids import Grid, block_of, find_grid, grid_shape
 from trivium_formats.lazy import Array, Decoded, Floats, Lazy, Parts
-from trivium_formats.modules import Config, Hook, Module, Tensors, check_groups, choice, join, numbers, unpack
+from trivium_formats.modules import Config, Hook, Module, Tensors, check_groups, choice, input_scale, join, numbers, unpack
 
 _FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
-_OTHERS = ("weight", "weight_scale", "weight_zero_point", "weight_g_idx", "weight_shape")
+_OTHERS = (
+    "weight", "weight_scale", "weight_zero_point", "weight_g_idx", "weight_shape", "input_scale", "input_zero_point",
+)  # fmt: skip
 
 
 _HELD_BLOCKS = ((0, 0), (1, 0), (128, 128))
@@ -36,7 +39,7 @@ _HELD_BLOCKS = ((0, 0), (1, 0), (128, 128))
 
 class Scheme(NamedTuple):
     """How weights are stored. `kind`: "int" or "float"; `block`: rows and columns that share a scale, 0 for all; `rounds`: whether
-    activations are meant to be rounded to 8 bits of the same kind."""
+    activations are meant to be rounded to 8 bits of the same kind; `static`: to whole numbers, those of all tokens alike."""
 
     bits: int
     kind: str
@@ -44,6 +47,7 @@ class Scheme(NamedTuple):
     block: tuple[int, int]
     packed_zeros: bool
     rounds: bool
+    static: bool
 
     @property
     def storage(self) -> str:
@@ -88,7 +92,9 @@ def _scheme(group: Mapping[str, Any]) -> Scheme:
     blocks = {"tensor": (0, 0), "channel": (1, 0), "group": (1, size or 0), "block": block}
     inputs = group.get("input_activations") or {}
     rounds = (inputs.get("num_bits"), inputs.get("type", "int")) == (8, kind)
-    return Scheme(bits, kind, bool(args.get("symmetric", True)), blocks[strategy], strategy in ("channel", "group"), rounds)
+    static = rounds and (kind, inputs.get("strategy"), inputs.get("dynamic", False)) == ("int", "tensor", False)
+    packed_zeros = strategy in ("channel", "group")
+    return Scheme(bits, kind, bool(args.get("symmetric", True)), blocks[strategy], packed_zeros, rounds, static)
 
 
 def _find_scheme(stem: str, schemes: Mapping[str, Scheme]) -> Scheme:
@@ -126,11 +132,14 @@ def _weight(module: Module, *, schemes: Mapping[str, Scheme]) -> Weight:
         return weights
 
     stored = [codes, scale.weight, *([zeros.weight] if zeros else []), *([order] if order else [])]
-    how, format = f"compressed-tensors {scheme}", _storage(module.stem, scheme, shape, block, order)
-    if format == "compressed-tensors":
-        return Decoded(shape, format, decode, tuple(stored), how)
-    parts = partial(_groups, codes, scale, zeros, order) if scheme.bits == 4 else partial(_bytes, module.stem, codes, scale)
-    return Decoded(shape, format, decode, tuple(stored), how, parts)
+    inputs = input_scale(module, "input_zero_point") if scheme.static else None
+    how, format = f"compressed-tensors {scheme} {inputs}", _storage(module.stem, scheme, shape, block, order)
+    parts: Callable[[int, int], Parts] | None = None
+    if format != "compressed-tensors":
+        parts = partial(_groups, codes, scale, zeros, order) if scheme.bits == 4 else partial(_bytes, module.stem, codes, scale)
+    made = Decoded(shape, format, decode, tuple(stored), how, parts)
+    vars(made).update(inputs=inputs)
+    return made
 
 
 def _storage(stem: str, scheme: Scheme, shape: tuple[int, int], block: tuple[int, int], order: Weight | None) -> str:

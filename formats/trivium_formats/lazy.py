@@ -75,7 +75,7 @@ class Lazy(Weight):
         nbytes = self._nbytes * (stop - start) // self.shape[0]
         shape = (stop - start, *self.shape[1:])
         piece = Lazy(self.name, shape, self.format, lambda: self.data[start:stop], self.decoder, origin, nbytes)
-        vars(piece).update(_parts=self._slice_parts(start))
+        vars(piece).update(_parts=self._slice_parts(start), inputs=self.inputs)
         return piece
 
 
@@ -106,7 +106,7 @@ class Decoded(Lazy):
             return _in_steps(lambda first, last: self._rows(start + first, start + last), shape)
 
         piece = Lazy(self.name, shape, self.format, make, self.decoder, origin, nbytes)
-        vars(piece).update(_parts=self._slice_parts(start))
+        vars(piece).update(_parts=self._slice_parts(start), inputs=self.inputs)
         return piece
 
 

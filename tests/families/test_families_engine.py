@@ -15,7 +15,10 @@ from trivium import LLM, SamplingParams
 
 pytestmark = pytest.mark.oracles
 
-NAMES = ["mixtral-window", "deepseek-v3", "gpt-oss", "olmo3", "cohere2", "lfm2", "qwen3-next", "llama4", "granite-hybrid", "gemma4"]
+NAMES = [
+    "mixtral-window", "deepseek-v3", "gpt-oss", "olmo3", "cohere2", "lfm2", "qwen3-next", "llama4", "granite-hybrid", "gemma4",
+    "gemma3n",
+]  # fmt: skip
 PROMPTS = [[(37 * i + 5 * n) % 250 for i in range(n)] for n in (29, 3, 61, 16, 33)]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 

@@ -61,6 +61,11 @@ def test_what_a_family_can_t_do_is_refused_by_its_key(architecture: str, fault: 
     ("Qwen3_5ForCausalLM", {"linear_num_key_heads": 3, "linear_num_value_heads": 4}, "linear_num_value_heads"),
     ("Qwen3_5ForCausalLM", {"layer_types": ["full_attention"]}, "layer_types"),
     ("Gemma4ForCausalLM", {"num_kv_shared_layers": 4}, "num_kv_shared_layers"),
+    ("Gemma3nForCausalLM", {}, "num_kv_shared_layers"),
+    ("Gemma3nForCausalLM", {"num_kv_shared_layers": 0, "altup_active_idx": 4}, "altup_active_idx"),
+    ("Gemma3nForCausalLM", {"num_kv_shared_layers": 0, "intermediate_size": [48, 48]}, "intermediate_size"),
+    ("Gemma3nForCausalLM", {"num_kv_shared_layers": 0, "activation_sparsity_pattern": 1.0}, "activation_sparsity_pattern"),
+    ("Gemma3nForCausalLM", {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0}, "hidden_size_per_layer_input"),
     ("FalconH1ForCausalLM", {"mamba_d_ssm": 128, "ssm_multipliers": [1.0]}, "ssm_multipliers"),
     ("FalconH1ForCausalLM", {"mamba_d_ssm": 128, "time_step_limit": 3}, "time_step_limit"),
     ("GraniteMoeHybridForCausalLM", {"shared_intermediate_size": 8, "mamba_n_heads": 5}, "mamba_n_heads"),
@@ -69,6 +74,10 @@ def test_a_configuration_that_can_t_be_true_names_its_key(architecture: str, fau
     with pytest.raises(CheckpointError) as e:
         build(config(architecture, **fault))
     assert e.value.param == key
+
+
+def test_gemma_3n_knows_no_tokens_beyond_those_with_an_embedding_for_each_layer() -> None:
+    assert build(config("Gemma3nForCausalLM", num_kv_shared_layers=0, vocab_size_per_layer_input=250)).vocab_size == 250
 
 
 @pytest.mark.oracles

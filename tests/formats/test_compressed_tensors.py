@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from quantised_files import answers, check_numbers, quantised_pair, rewrite
 from trivium.errors import CheckpointError, UnsupportedError
+from trivium.ops import InputScale
 from trivium.weights import open_checkpoint
 
 pytest.importorskip("compressed_tensors")
@@ -200,6 +201,36 @@ def test_tensors_that_do_not_fit_are_named(
     checkpoint = open_checkpoint(rewrite(folder, change))
     with pytest.raises(CheckpointError, match=message):
         checkpoint.tensor(f"{STEM}.weight").decode()
+
+
+def static_config(**activations: Any) -> dict[str, Any]:
+    weights = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
+    config = config_of("int-quantized", weights)
+    config["config_groups"]["group_0"]["input_activations"] = {
+        "num_bits": 8, "type": "int", "strategy": "tensor", "dynamic": False, "symmetric": True, **activations,
+    }  # fmt: skip
+    return config
+
+
+@pytest.mark.parametrize(
+    ("activations", "expected"), [({}, InputScale(0.0625, -5)), ({"dynamic": True}, None), ({"type": "float"}, None)]
+)
+def test_scales_of_inputs_are_handed_on_where_they_are_the_same_for_all_tokens(
+    tmp_path: Path, activations: dict[str, Any], expected: InputScale | None
+) -> None:
+    weights = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
+    store = storing("int-quantized", weights)
+
+    def with_inputs(stem: str, array: np.ndarray, rng: np.random.Generator) -> tuple[dict[str, Any], np.ndarray]:
+        parts, meant = store(stem, array, rng)
+        return {**parts, "input_scale": np.array([0.0625], np.float32), "input_zero_point": np.array([-5], np.int8)}, meant
+
+    folder, _, meant = quantised_pair(tmp_path, static_config(**activations), with_inputs)
+    stored_as = "w8a16" if "type" in activations else "w8a8"
+    weight: Any = check_numbers(folder, meant, stored_as).tensor(f"{STEM}.weight")
+    assert weight.inputs == weight.slice_rows(1, 5).inputs == expected
+    found = weight.slice_rows(1, 5).parts()
+    np.testing.assert_array_equal(found["codes"].astype(np.float32) * found["scales"], meant[f"{STEM}.weight"][1:5])
 
 
 @pytest.mark.parametrize("name", ["W4A16 asymmetric", "W8A8 tensor", "FP8 blocks of 128"])

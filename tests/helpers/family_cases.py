@@ -39,6 +39,11 @@ _GEMMA4 = {
     "head_dim": 16, "global_head_dim": 24, "sliding_window": 7, "num_hidden_layers": 5, "hidden_size_per_layer_input": 12,
     "vocab_size_per_layer_input": 259, "tie_word_embeddings": True,
 }  # fmt: skip
+_GEMMA3N = {
+    "head_dim": 16, "sliding_window": 7, "num_hidden_layers": 5, "hidden_size_per_layer_input": 12, "num_kv_shared_layers": 2,
+    "vocab_size_per_layer_input": 259, "laurel_rank": 10, "tie_word_embeddings": True,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention", "sliding_attention"],
+}  # fmt: skip
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_state": 12, "mamba_n_groups": 2, "mamba_chunk_size": 8, "rms_norm_eps": 1e-3}
 _LATENT = {
     "q_lora_rank": 20, "kv_lora_rank": 28, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 16,
@@ -146,6 +151,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma4-moe": ("Gemma4", {
         **_GEMMA4, "num_hidden_layers": 7, "attention_k_eq_v": True, "num_global_key_value_heads": 1, "enable_moe_block": True,
         "num_experts": 8, "top_k_experts": 3, "moe_intermediate_size": 24, "hidden_size_per_layer_input": 0,
+    }),
+    "gemma3n": ("Gemma3n", {
+        **_GEMMA3N, "activation_sparsity_pattern": [0.95, 0.6, 0.0, 0.4, 0.0], "intermediate_size": [48, 40, 48, 32, 56],
+    }),
+    "gemma3n-odd": ("Gemma3n", {
+        **_GEMMA3N, "altup_num_inputs": 3, "altup_active_idx": 1, "altup_correct_scale": False, "num_kv_shared_layers": 0,
     }),
     "deepseek-v3.2": ("DeepseekV32", {
         **_ROUTED, **_LATENT, "n_group": 2, "topk_group": 1, "index_topk": 512, "index_head_dim": 12, "index_n_heads": 2,

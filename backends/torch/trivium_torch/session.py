@@ -51,6 +51,8 @@ class TorchSession(Session):
         """Whether kernels see to it that a row's bits don't depend on how many rows are computed together. In float32 such
         differences are far below what decides a token; in less they are not, and a host's library keeps them out if it has one
         thread and is never given fewer than four rows."""
+        self.team = collectives.EVERYONE
+        """The ranks that it meets in collectives."""
         self.spec = KVSpec(16, "float32", ())
         self._layers: dict[tuple[int, StateSpec], Layer] = {}
         self._places: tuple[tuple[int, Layer], ...] = ()
@@ -202,16 +204,16 @@ class TorchSession(Session):
     # Collectives.
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        return collectives.all_reduce(tensor)
+        return collectives.all_reduce(tensor, self.team)
 
     def all_gather(self, tensor: Tensor, dim: int) -> Tensor:
-        return collectives.all_gather(tensor, dim)
+        return collectives.all_gather(tensor, dim, self.team)
 
     def send(self, tensor: Tensor, rank: int) -> None:
-        collectives.send(tensor, rank)
+        collectives.send(tensor, rank, self.team)
 
     def recv(self, like: Tensor, rank: int) -> Tensor:
-        return collectives.recv(like, rank)
+        return collectives.recv(like, rank, self.team)
 
 
 def _geometries(spec: KVSpec) -> list[tuple[int, StateSpec]]:

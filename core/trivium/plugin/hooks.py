@@ -66,7 +66,9 @@ class Hooks:
 
     @hookspec
     def trivium_weight_format(self) -> WeightReader:  # type: ignore[empty-body]
-        """Returns the reader of a storage format. NAME: the "quant_method" in the quantization_config of config.json."""
+        """Returns the reader of a storage format. NAME: the "quant_method" in the quantization_config of config.json; or,
+        ending in ".json", a file beside it: where config.json has none, that file's object is read, its keys named as tensors
+        are."""
 
     @hookspec
     def trivium_tokenizer(self) -> TokenizerFactory:  # type: ignore[empty-body]

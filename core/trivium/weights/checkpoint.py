@@ -118,6 +118,8 @@ def _open_folder(folder: Path) -> Checkpoint:
         if name in tensors:
             raise CheckpointError(f"{folder}: two tensors are {name!r}; one of them is called {stored!r}")
         tensors[name] = partial(file.weight, stored, name)
+    if config.get("quantization_config") is None:
+        config |= _described(folder)
     if (quantised := config.get("quantization_config")) is not None:
         tensors = _quantised(folder, quantised, tensors)
     text_config = config.get("text_config")
@@ -128,6 +130,15 @@ def _open_folder(folder: Path) -> Checkpoint:
     fingerprint = hashlib.sha256(json.dumps([config, parts], sort_keys=True).encode()).hexdigest()
     generation_config = read_json(generation) if generation.exists() else {}
     return Checkpoint(folder, config, generation_config, fingerprint, tensors, partial(_folder_tokenizer, folder))
+
+
+def _described(folder: Path) -> Json:
+    """A quantization_config made of the file in the folder by which an installed plugin is called; {} where there is none."""
+    name = next((n for n in installed("weight_format") if n.endswith(".json") and (folder / n).is_file()), None)
+    if name is None:
+        return {}
+    described = {canonical_name(key): value for key, value in read_json(folder / name).items()}
+    return {"quantization_config": {**described, "quant_method": name}}
 
 
 def _quantised(folder: Path, quantised: Any, tensors: Tensors) -> dict[str, Callable[[], Weight]]:

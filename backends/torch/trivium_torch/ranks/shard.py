@@ -276,6 +276,6 @@ RULES: Mapping[str, Rule] = {
     "head_linear": _head_linear, "latent_attention": _latent_attention, "moe_experts": _moe_experts,
     **{name: _same(name) for name in ("add", "mul", "gated", "scale", "softcap", "activation")},
     **{name: _same(name, last=False) for name in ("rms_norm", "layer_norm", "rope", "position_scale", "slice", "concat")},
-    "gather_rows": _same("gather_rows"),
+    "bidirectional_attention": _same("bidirectional_attention", last=False), "gather_rows": _same("gather_rows"),
 }  # fmt: skip
 """What is known of operators whose arguments may be cut."""
