@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,9 @@ from trivium_cuda.staging import Download, Pinned, arrays_of, upload
 from trivium_torch.pages import Carried, Paged
 from trivium_torch.session import TorchSession
 from trivium_torch.weights import make_resident
+
+if TYPE_CHECKING:
+    from trivium_cuda.tuning import Tuned
 
 LARGE = 1 << 24
 """Bytes from which an array is copied at once, without a page-locked block in between that would stay."""
@@ -65,8 +68,11 @@ class CudaSession(TorchSession):
         super().__init__(backend, str(api.device), kernels, options)
         self.api = api
         self.invariant = False
+        self.tuned: Tuned | None = None
+        """Tiles that were timed, with the option autotune."""
         self.batch_invariant: bool = options.get("batch_invariant", False)
         self.has_triton = has_triton_kernels(api.capability)
+        self.chip = 10 * api.capability[0] + api.capability[1]
         self.capturing = False
         """Whether what runs is to become part of a graph: nothing may then come from the host."""
         self.pinned = Pinned(api)
@@ -139,6 +145,10 @@ class CudaSession(TorchSession):
     def compile(self, program: Program, weights: Mapping[str, Any]) -> Executable:
         from trivium_cuda.executor import compile_program
 
+        if where := self.options.get("autotune"):
+            from trivium_cuda.tuning import tune
+
+            self.tuned = tune(self, weights.values(), where)
         return compile_program(self, program, weights)
 
     def stage(self, batch: Batch) -> Mapping[str, Tensor]:

@@ -205,7 +205,8 @@ def _explained(choice: Choice) -> dict[str, Any]:
     if choice.kernel is None:
         why = "; ".join(refused) or "the backend has no kernel for it"
         return {"call": str(choice.call), "kernel": HOST, "why": why, "next": ["nothing"]}
-    why = "; ".join([_reason(choice.next, choice.kernel.priority), *refused])
+    reasons = [_reason(choice.next, choice.kernel.priority), choice.kernel.note(choice.call), *refused]
+    why = "; ".join(reason for reason in reasons if reason)
     return {"call": str(choice.call), "kernel": kernel_name(choice.kernel), "why": why, "next": following}
 
 

@@ -47,12 +47,14 @@ class Probe(NamedTuple):
 
 class WeightFormat(NamedTuple):
     """A resident format. `bits`: stored bits a weight. `lossless_from`: storage formats (Weight.format) that it holds exactly.
-    `error_budget`: relative root-mean-square error of the weights it may introduce for any other source at most (the kit checks)"""
+    `error_budget`: relative root-mean-square error of the weights it may introduce for any other source at most; below 16 bits
+    `activation_budget`: the same that a product may add, for it may round its other side to 8 bits (the kit checks both)"""
 
     name: str
     bits: float
     lossless_from: frozenset[str] = frozenset()
     error_budget: float = 0.0
+    activation_budget: float = 0.02
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,8 @@ class Kernel:
     """One implementation of an operator (its name) or of a fused Pattern. Several for one operator may stand side by side.
 
     run(session, args, attrs) -> result or tuple of results, in the backend's tensors; for a backend that compiles whole Programs
-    it may be anything that its own compile() understands. supports(call) -> None, or the reason why not.
+    it may be anything that its own compile() understands. supports(call) -> None, or the reason why not. note(call): what else
+    there is to say of running it, for people.
     """
 
     op: str | Pattern
@@ -107,6 +110,7 @@ class Kernel:
     name: str = ""
     priority: int = 0
     supports: Callable[[Call], str | None] = lambda call: None
+    note: Callable[[Call], str] = lambda call: ""
 
 
 class Memory(NamedTuple):

@@ -77,8 +77,14 @@ KINDS = (
 
 def routed(tokens: int, how: str) -> Callable[[], Any]:
     """8 experts of 1024 by 2048, each token with 2."""
+    shapes = (1024, 2048), (1024, 2048), (2048, 1024)
     if how == "float":
-        weights = meta(8, 1024, 2048), meta(8, 1024, 2048), meta(8, 2048, 1024)
+        weights: Any = [meta(8, *shape) for shape in shapes]
+    elif how == "int8":
+        weights = [int8.matrix(meta(8, *shape, dtype=I8), meta(8, shape[0], 1, dtype=F32)) for shape in shapes]
+    elif how == "fp8":
+        blocks = [meta(8, out // 128, inputs // 128, dtype=F32) for out, inputs in shapes]
+        weights = [fp8.matrix(meta(8, *shape, dtype=E4M3), of) for shape, of in zip(shapes, blocks, strict=True)]
     else:
         of, group = (U8, 32) if how == "mxfp4" else (torch.float16, 128)
         weights = (*(packed(1024, 2048, group, of, experts=(8,)) for _ in range(2)), packed(2048, 1024, group, of, experts=(8,)))
@@ -126,6 +132,10 @@ CALLS: dict[str, Callable[[], Any]] = {
     "add and norm to int8": lambda: norms.add_rms_norm_quantise(meta(64, 8192), meta(64, 8192), meta(8192), 1e-5, kind="int8"),
     "norm to fp8": lambda: norms.rms_norm_quantise(meta(64, 4096), meta(4096), 1e-5, kind="fp8"),
     "gate": lambda: activations.gated(meta(64, 14336), meta(64, 14336), limit=7.0, alpha=1.702, up_offset=1.0),
+    "norm to fp8 in blocks": lambda: norms.add_rms_norm_quantise(
+        meta(64, 7168), meta(64, 7168), meta(7168), 1e-5, kind="fp8 blocks"
+    ),
+    "gate to fp8 in blocks": lambda: activations.gated_quantise(meta(64, 18432), meta(64, 18432), quantise="fp8 blocks"),
     "gate to int8": lambda: activations.gated_quantise(meta(64, 14336), meta(64, 14336), kind="gelu_tanh", quantise="int8"),
     "blocks to fp8": lambda: quantise.quantise_blocks(meta(64, 4096)),
     "norm, rope and write": lambda: turned(torch.bfloat16),
@@ -147,7 +157,11 @@ CALLS: dict[str, Callable[[], Any]] = {
     ),
     "one row": lambda: norms.add_rms_norm(meta(1, 2048), meta(1, 2048), None, 1e-5),
     **{f"{kind}, {m} rows": small(kind, m) for kind in KINDS for m in (1, 64, 2048)},
-    **{f"experts of {how}, {tokens} tokens": routed(tokens, how) for how in ("float", "int4", "mxfp4") for tokens in (4, 512)},
+    **{
+        f"experts of {how}, {tokens} tokens": routed(tokens, how)
+        for how in ("float", "int4", "mxfp4", "int8", "fp8")
+        for tokens in (4, 512)
+    },
 }
 
 

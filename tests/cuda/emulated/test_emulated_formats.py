@@ -78,7 +78,7 @@ def weight_of(array):
     return Weight("w", array.shape, "float32", array, lambda data: data)
 
 
-@pytest.mark.parametrize("format", ["int4", "int4_g128", "int4_asym_g128", "mxfp4", "fp8", "int8"])
+@pytest.mark.parametrize("format", ["int4", "int4_g128", "int4_asym_g128", "mxfp4", "fp8", "int8", "w8a8", "w8a8_fp8"])
 def test_experts_and_rows_are_cut_out_of_a_resident_weight(format):
     x = np.random.default_rng(3).standard_normal((3, 48, 256)).astype(np.float32)
     held = weights.make(weight_of(x), format, torch.device("cpu"))

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from trivium_cuda.kernels.common import Rows, flat, gate, power, warps
-from trivium_cuda.kernels.quantise import empty_rows, raw, store_quantised
+from trivium_cuda.kernels.quantise import empty_rows, padded, raw, store_quantised
 
 
 # Reads 2 n numbers a row and writes n; 10 to 20 n operations.
@@ -33,7 +33,7 @@ def _gated_rows(
     g = tl.load(G + row * g_stride + c, mask=c < n, other=0.0).to(tl.float32)
     up = tl.load(UP + row * up_stride + c, mask=c < n, other=0.0).to(tl.float32)
     y = tl.where(c < n, gate(g, up, limit, alpha, up_offset, KIND, LIMITED), 0.0)
-    store_quantised(y.to(G.dtype.element_ty).to(tl.float32), row, Q, S, n, c, QUANTISE)
+    store_quantised(y.to(G.dtype.element_ty).to(tl.float32), row, Q, S, n, c, QUANTISE, BLOCK)
 
 
 def gated(
@@ -58,7 +58,7 @@ def gated_quantise(
 ) -> Rows:  # fmt: skip
     """quantise_rows(gated(g, up), quantise): what is quantised was rounded to g's dtype."""
     a, b = flat(g), flat(up)
-    n, rows, block = g.shape[-1], empty_rows(a, quantise), power(g.shape[-1])
+    n, rows, block = g.shape[-1], empty_rows(a, quantise), padded(g.shape[-1], quantise)
     if len(a):
         _gated_rows[(len(a),)](
             a, b, raw(rows.numbers), rows.scales, n, a.stride(0), b.stride(0), float(limit or 0.0), float(alpha), float(up_offset),

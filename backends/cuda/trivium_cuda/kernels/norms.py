@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trivium_cuda.kernels.common import Rows, flat, power, warps
-from trivium_cuda.kernels.quantise import empty_rows, raw, store_quantised
+from trivium_cuda.kernels.common import Rows, flat, warps
+from trivium_cuda.kernels.quantise import empty_rows, padded, raw, store_quantised
 
 
 @triton.jit
@@ -42,7 +42,7 @@ def _norm(
     if KIND == "":
         tl.store(OUT + row * n + c, y, mask=c < n)
     else:
-        store_quantised(y.to(tl.float32), row, Q, S, n, c, KIND)
+        store_quantised(y.to(tl.float32), row, Q, S, n, c, KIND, BLOCK)
 
 
 def _launch(x: Tensor, y: Tensor | None, weight: Tensor | None, eps: float, offset: float, kind: str) -> tuple[Tensor, Any]:
@@ -53,7 +53,7 @@ def _launch(x: Tensor, y: Tensor | None, weight: Tensor | None, eps: float, offs
     total = a if y is None else torch.empty(shape, dtype=x.dtype, device=x.device)
     rows = empty_rows(a, kind) if kind else Rows(a, a)
     out = a if kind else torch.empty(shape, dtype=x.dtype, device=x.device)
-    block = power(n)
+    block = padded(n, kind)
     if len(a):
         _norm[(len(a),)](
             a, b, a if weight is None else weight, total, out, raw(rows.numbers) if kind else a, rows.scales, n, a.stride(0),

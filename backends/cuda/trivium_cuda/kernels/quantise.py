@@ -9,15 +9,22 @@ from torch import Tensor
 
 from trivium_cuda.kernels.common import Rows, flat, largest, power, quantised, warps
 
-DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "fp8 blocks": torch.float8_e4m3fn}
+"""The kinds of quantised rows: with a scale a row, or for "fp8 blocks" one for every BLOCK numbers of it."""
 BLOCK = 128
-"""Numbers that share a scale in quantise_blocks."""
 
 
 def empty_rows(x: Tensor, kind: str) -> Rows:
     """Memory for the rows of x[rows, n]."""
+    rows, n = x.shape
     numbers = torch.empty(x.shape, dtype=DTYPES[kind], device=x.device)
-    return Rows(numbers, torch.empty((x.shape[0], 1), dtype=torch.float32, device=x.device))
+    scales = triton.cdiv(n, BLOCK) if kind == "fp8 blocks" else 1
+    return Rows(numbers, torch.empty((rows, scales), dtype=torch.float32, device=x.device))
+
+
+def padded(n: int, kind: str) -> int:
+    """Numbers of the program that holds a row of n and stores it as `kind`."""
+    return power(n, BLOCK if kind == "fp8 blocks" else 1)
 
 
 def raw(numbers: Tensor) -> Tensor:
@@ -26,11 +33,19 @@ def raw(numbers: Tensor) -> Tensor:
 
 
 @triton.jit
-def store_quantised(y, row, Q, S, n, c, KIND: tl.constexpr):
-    """Stores a row y, float32[BLOCK], as bytes and its scale."""
-    scale = tl.div_rn(tl.max(tl.abs(y), 0), largest(y, KIND))
-    tl.store(S + row, scale)
-    tl.store(Q + row * n + c, quantised(y, scale, KIND), mask=c < n)
+def store_quantised(y, row, Q, S, n, c, KIND: tl.constexpr, BLOCK: tl.constexpr):
+    """Stores a row y, float32[BLOCK] with zeros beyond n, as bytes and its scale or scales."""
+    if KIND == "fp8 blocks":
+        parts: tl.constexpr = BLOCK // 128
+        part, runs = tl.arange(0, parts), tl.reshape(y, [parts, 128])
+        scales = tl.div_rn(tl.max(tl.abs(runs), 1), tl.full([parts], 448.0, tl.float32))
+        tl.store(S + row * tl.cdiv(n, 128) + part, scales, mask=part * 128 < n)
+        code = tl.reshape(quantised(runs, scales[:, None], "fp8"), [BLOCK])
+    else:
+        scale = tl.div_rn(tl.max(tl.abs(y), 0), largest(y, KIND))
+        tl.store(S + row, scale)
+        code = quantised(y, scale, KIND)
+    tl.store(Q + row * n + c, code, mask=c < n)
 
 
 # Reads n numbers a row and writes n bytes and a scale; about 10 n operations.
@@ -39,7 +54,7 @@ def _rows(X, Q, S, n, stride, BLOCK: tl.constexpr, KIND: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, BLOCK)
     x = tl.load(X + row * stride + c, mask=c < n, other=0.0).to(tl.float32)
-    store_quantised(x, row, Q, S, n, c, KIND)
+    store_quantised(x, row, Q, S, n, c, KIND, BLOCK)
 
 
 # Reads n numbers a row and writes n bytes and n / 128 scales; about 10 n operations. A program takes 128 numbers of 16 rows.
