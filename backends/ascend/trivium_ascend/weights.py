@@ -24,8 +24,8 @@ GROUP = 64
 WIDEST = 65535
 """Inputs and outputs that a product takes."""
 BITS8, BITS4 = 127, 7
-ROWS = frozenset({"modelslim", "compressed-tensors"})
-"""Formats that may be whole numbers of 8 bits with a scale a row: their parts() say it."""
+ROWS = frozenset({"w8a8", "w8a16"})
+"""Formats of whole numbers of 8 bits with one scale, or one a row: their parts() say it."""
 STATIC = "npu_quantize", "npu_quant_matmul", "npu_trans_quant_param"
 DYNAMIC = "npu_dynamic_quant", "npu_quant_matmul"
 WIDE = "npu_weight_quant_batchmatmul"
@@ -266,7 +266,9 @@ def stored8(weight: Weight) -> tuple[Tensor, Tensor] | None:
     parts = cast(Any, weight).parts() if weight.format in ROWS else None
     if parts is None or (parts["scales"] < 0).any():
         return None
-    return torch.from_numpy(np.array(parts["codes"], np.int8)), torch.from_numpy(np.array(parts["scales"], np.float32))
+    numbers = np.array(parts["codes"], np.int8)
+    scales = np.array(np.broadcast_to(parts["scales"], (*numbers.shape[:-1], 1)), np.float32)
+    return torch.from_numpy(numbers), torch.from_numpy(scales)
 
 
 def _make4(x: Tensor, stored: bool, device: torch.device, dtype: torch.dtype) -> Groups4:
