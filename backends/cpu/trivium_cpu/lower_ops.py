@@ -277,6 +277,8 @@ def _kernels() -> dict[str, Kernel]:
     kernels = {name: Kernel(name, lower, f"native {name}") for name, lower in plain.items()}
     for name, lower in {"embedding": _embedding, "linear": _linear}.items():
         kernels[name] = Kernel(name, lower, f"native {name}", supports=_weight_is_constant(1))
+    for name in ("text_ids", "media_rows", "gather_blocks"):  # they move few numbers, and numpy moves them as fast
+        kernels[name] = Kernel(name, Lowering.on_host, f"numpy {name}")
     kernels["lora"] = Kernel("lora", _lora, "native lora", supports=_lora_fits)
     kernels["paged_attention"] = Kernel("paged_attention", _paged_attention, "native paged_attention", supports=_attention_fits)
     return kernels

@@ -106,7 +106,7 @@ class Lowering:
         """Lowers every call."""
         for choice in choices:
             if choice.kernel is None:
-                self._on_host(choice.call)
+                self.on_host(choice.call)
             else:
                 choice.kernel.run(self, choice.call)
             self._finish(choice.call)
@@ -237,7 +237,8 @@ class Lowering:
             self.release(storage.place)
             storage.readers = -1
 
-    def _on_host(self, call: Call) -> None:
+    def on_host(self, call: Call) -> None:
+        """The call runs between two stretches of the tape, as its reference."""
         for value in call.results:
             if value.kind != "state":
                 self.result(value)
