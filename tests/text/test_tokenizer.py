@@ -12,7 +12,8 @@ from awkward_strings import awkward_strings
 from tiny_tokenizers import byte_level_data, byte_level_gguf, gguf_data, sentencepiece_gguf, sentencepiece_vocabulary
 
 from trivium.errors import CheckpointError, InvalidRequestError, UnsupportedError
-from trivium.text import Tokenizer, gguf
+from trivium.text import Tokenizer
+from trivium_formats.gguf.tokenizer import Words
 
 
 def test_importing_the_package_loads_no_tokenizer_library_and_no_jinja() -> None:
@@ -192,7 +193,7 @@ def test_merges_that_cannot_be_are_found_before_a_text_is_encoded(merges: list[s
     "data", [byte_level_gguf(), sentencepiece_gguf(), sentencepiece_gguf(model="llama")], ids=["bytes", "gemma", "llama"]
 )
 def test_what_is_known_before_the_tokenizer_is_built_is_what_the_built_one_says(data: dict[str, Any]) -> None:
-    words = gguf.Vocabulary(data["metadata"])
+    words = Words(data["read"].args[0])
     backend = words.build()
     assert words.vocab == backend.get_vocab()
     added = {i: (t.content, t.special) for i, t in backend.get_added_tokens_decoder().items()}
@@ -203,7 +204,7 @@ def test_what_is_known_before_the_tokenizer_is_built_is_what_the_built_one_says(
 def test_ids_become_text_without_building_what_encodes(monkeypatch: pytest.MonkeyPatch) -> None:
     built = Tokenizer.from_data(byte_level_gguf())
     ids = built.encode("the quick brown fox, 中文 😀")
-    monkeypatch.setattr(gguf.Vocabulary, "build", lambda self: pytest.fail("it was built"))
+    monkeypatch.setattr(Words, "build", lambda self: pytest.fail("it was built"))
     tokenizer = Tokenizer.from_data(byte_level_gguf())
     tokenizer.check()
     assert tokenizer.decode(ids) == "the quick brown fox, 中文 😀"
