@@ -92,7 +92,7 @@ def test_the_pairs_of_attention_are_those_that_brute_force_finds(window, causal,
 
 
 def test_experts_are_read_as_often_as_tokens_are_likely_to_choose_them():
-    """The first token reads two experts of four; the second, for all one knows, half of the others, the third half of what is left."""
+    """The first token reads two experts of four; the second, for all one knows, half of the others, the third half of the rest."""
     backend = CpuBackend()
     session = backend.open(backend.probe().devices[0], {"threads": 1})
     b = new_builder()
