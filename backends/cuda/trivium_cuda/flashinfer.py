@@ -140,7 +140,7 @@ def kernels() -> tuple[Kernel, ...]:
         warnings.warn(f"{PACKAGE} is installed, but can't be imported, and is not used: {e}", RuntimeWarning, stacklevel=2)
         return ()
     run = PagedAttention(package).run
-    return (Kernel("paged_attention", run, "flashinfer paged_attention", PRIORITY, supports, _note),)
+    return (Kernel("paged_attention", run, "flashinfer paged_attention", PRIORITY, supports, note=_note),)
 
 
 def _note(call: Call) -> str:
