@@ -20,6 +20,7 @@ from trivium.engine.loader import LoadOptions, load
 from trivium.engine.pooling import likelihood
 from trivium.engine.speculation import Drafter, ModelDrafter, Speculative
 from trivium.errors import BackendError, ClosedError, InvalidRequestError, UnsupportedError
+from trivium.ops import Span
 from trivium.sampling import SamplingParams, StructuredOutputs
 from trivium.text.reader import Reader, ToolUse
 from trivium.text.syntaxes import REASONING, TOOLS, choose
@@ -121,7 +122,7 @@ class Opened(ABC):
         ahead = ahead_options(options, prefill, prefill_options)
         with contextlib.ExitStack() as opened, _progress_bar(progress) as report:
             self.loaded = load(os.fspath(model) if isinstance(model, os.PathLike) else model, backend, options, progress=report)
-            opened.callback(self.loaded.session.close)
+            opened.callback(self.loaded.close)
             drafter = self._drafter(wanted, max_num_seqs, opened, report)
             config = replace(config, max_num_batched_tokens=self.loaded.max_num_batched_tokens)
             self.tokenizer = self.loaded.tokenizer
@@ -131,7 +132,7 @@ class Opened(ABC):
                 from trivium.engine.split import SplitEngine
 
                 front = load(self.loaded.name, prefill, ahead, progress=report)
-                opened.callback(front.session.close)
+                opened.callback(front.close)
                 self.engine = SplitEngine(self.loaded, front, config, drafter=drafter)
             opened.callback(self.engine.close)
             self._start(opened)
@@ -142,7 +143,7 @@ class Opened(ABC):
         if wanted is None or wanted.model is None:
             return None
         draft = load(wanted.model, wanted.backend, LoadOptions(max_num_seqs=seqs), progress=report)
-        opened.callback(draft.session.close)
+        opened.callback(draft.close)
         if (draft.vocab_size, draft.tokenizer.tokens()) != (self.loaded.vocab_size, self.loaded.tokenizer.tokens()):
             message = f"speculative: the draft model {draft.name} has another vocabulary than {self.loaded.name}"
             raise UnsupportedError(message, param="speculative")
@@ -157,7 +158,7 @@ class Opened(ABC):
         self._finalizer()
         gone = cast(Any, None)
         self.engine.speculator = None
-        self.engine.model = self.loaded = replace(self.loaded, session=gone, executable=gone, lora=None)
+        self.engine.model = self.loaded = replace(self.loaded, session=gone, executable=gone, lora=None, images=None)
 
     @property
     def adapters(self) -> tuple[str, ...]:
@@ -175,7 +176,19 @@ class Opened(ABC):
 
     def encode_chat(self, messages: Sequence[Message], **template: Any) -> list[int]:
         """Token ids of a chat under the model's template. `template`: tools, add_generation_prompt, or what the template knows."""
-        return self.tokenizer.encode_chat(list(messages), **template)
+        return self._read_chat(messages, template)[0]
+
+    @property
+    def takes_images(self) -> bool:
+        """Whether chats may have parts that are images: {"type": "image", "image": bytes, a pathlib.Path or an image of Pillow}, or
+        {"type": "image_url", "image_url": {"url": "data:image/...;base64,..."}}."""
+        return self.loaded.images is not None and not self.loaded.images.refusal
+
+    def _read_chat(self, messages: Sequence[Message], template: Mapping[str, Any]) -> tuple[list[int], Sequence[Span]]:
+        """Token ids, and what stands for images among them."""
+        if self.loaded.images is None:
+            return self.tokenizer.encode_chat(list(messages), **template), ()
+        return self.loaded.images.vision.chat(self.tokenizer, messages, template)
 
     def _request(
         self, prompt: Prompt | Sequence[Message], params: SamplingParams | None, tools: Tools, choice: ToolChoice,
@@ -223,10 +236,11 @@ class Opened(ABC):
         options = {name: value for name, value in more.items() if name not in template}
         source = f"{self.loaded.architecture}\n{self.tokenizer.template_source(template.get('template'), bool(use.offered))}"
         chats: Any = [messages] if len(messages) == 0 or isinstance(messages[0], Mapping) else messages
-        prompts = [self.encode_chat(chat, tools=use.offered, **template) for chat in chats]
-        readers = [Reader.of(self.tokenizer, ids, use, source, *self._parsers) for ids in prompts]
-        requests = [r if use.forced is None else _forced(r, use.forced) for r in self._paired(prompts, params)]
-        return with_options([r._replace(options={"reader": reader}) for r, reader in zip(requests, readers, strict=True)], options)
+        prompts = [self._read_chat(chat, {"tools": use.offered, **template}) for chat in chats]
+        own = [{"reader": Reader.of(self.tokenizer, ids, use, source, *self._parsers), "media": media} for ids, media in prompts]
+        paired = self._paired([ids for ids, _ in prompts], params)
+        requests = [r if use.forced is None else _forced(r, use.forced) for r in paired]
+        return with_options([r._replace(options=more) for r, more in zip(requests, own, strict=True)], options)
 
     def _paired(self, prompts: list[list[int]], params: Params) -> list[Request]:
         each = _each("sampling_params", self.default_params() if params is None else params, len(prompts))

@@ -211,7 +211,7 @@ def fake_model(
         backend=SimpleNamespace(name="fake"), capabilities=Capabilities(("float32",), (), ("float32",)),
         session=SimpleNamespace(copy_pages=executable.copy_pages), executable=executable, kv_spec=spec, num_pages=pages,
         vocab_size=VOCAB, max_model_len=max_model_len, eos_ids=frozenset({EOS}), fingerprint=fingerprint,
-        hidden_size=HIDDEN, lora=None,
+        hidden_size=HIDDEN, lora=None, images=None,
     )  # fmt: skip
 
 

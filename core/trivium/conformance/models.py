@@ -205,7 +205,7 @@ def open_model(
     executable = session.compile(fuse(lab, program), weights)
     return Model(
         lab.backend, lab.capabilities, session, executable, spec, count, program.vocab_size, MAX_LEN, frozenset(), "tiny",
-        None, 0, Layout("tiny", lab.backend.name, spec),
+        None, 0, Layout("tiny", lab.backend.name, spec), None, None,
     )  # fmt: skip
 
 

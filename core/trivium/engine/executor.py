@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from trivium.engine.adapters import Adapters
 from trivium.kv import Layout
 from trivium.ops import KVSpec
-from trivium.plugin.contract import Backend, Capabilities, Executable, Session
+from trivium.plugin.contract import Backend, Capabilities, Executable, Session, Tensor
+
+if TYPE_CHECKING:
+    from trivium.engine.media import Images
 
 
 @dataclass(frozen=True)
@@ -18,6 +22,7 @@ class Model:
     max_model_len: tokens of prompt and output together. eos_ids end an output unless ignore_eos. fingerprint: identity of
     weights and configuration; pages are never shared between different ones. layout: what the numbers in its pages mean.
     hidden_size: width of the Program's output "hidden", 0 if it has none. lora: its adapters, None if it was loaded without.
+    media: the constant of that name, which is written between steps; None: there is none. images: how it sees, None if it does not.
     """
 
     backend: Backend
@@ -33,3 +38,5 @@ class Model:
     lora: Adapters | None
     hidden_size: int
     layout: Layout
+    media: Tensor
+    images: Images | None

@@ -18,8 +18,10 @@ from trivium.engine.executor import Model
 from trivium.extensions import blame, expect
 from trivium.kv import Layout, plan_groups
 from trivium.kv.neutral import rotations
-from trivium.models import arrange, build, describe
+from trivium.engine.media import Images
+from trivium.models import Vision, arrange, build, describe, sight
 from trivium.models.lora import Target, with_lora
+from trivium.models.media import MEDIA, Place, with_media
 from trivium.ops import Constant, KVSpec, Program, Weight, rewrite
 from trivium.plugin import Backend, Capabilities, Device, Executable, Session, WeightFormat, resolve as resolve_backend
 from trivium.plugin.guard import capabilities_of, kernels_of
@@ -29,6 +31,8 @@ from trivium.weights import Checkpoint, open_checkpoint, resolve as resolve_mode
 
 STEP_TOKENS = 512
 """max_num_batched_tokens when it is not given, unless the backend's limit is lower."""
+TOWER_TOKENS = 2048
+"""Patches a step of a vision tower: as many whole tiles, one at least."""
 _SAMPLE_FORMATS = ("float32", "float16", "bfloat16")
 
 
@@ -92,6 +96,12 @@ class Loaded(Model):
     routes: tuple[Route, ...]
     architecture: str
 
+    def close(self) -> None:
+        """Closes the session, and that of the tower."""
+        self.session.close()
+        if self.images is not None:
+            self.images.close()
+
     def summary(self) -> str:
         """One line: which weights went which way, and the page pool."""
         ways = Counter((r.storage, r.resident, r.lossless) for r in self.routes)
@@ -114,6 +124,8 @@ class Plan(NamedTuple):
     max_model_len: int
     targets: Sequence[Target]
     options: LoadOptions
+    vision: Vision | None = None
+    place: Place | None = None
 
     @property
     def step_tokens(self) -> int:
@@ -148,9 +160,10 @@ def plan(
     checkpoint = replace(checkpoint, tensors=arrange(checkpoint.config, checkpoint.tensors))
     positions = describe(checkpoint.config).max_positions
     max_model_len = options.max_model_len or positions
-    if max_model_len > positions:
+    if max_model_len > positions and traced is None:
         message = f"max_model_len {max_model_len} is more than the model's {positions} positions"
         raise InvalidRequestError(message, param="max_model_len")
+    vision, place = sight(checkpoint.config, path) if traced is None else None, None
     traced = traced or build(checkpoint.config, max_model_len=max_model_len)
     if chosen.api_version < 2:
         traced = traced.only("logits")
@@ -158,8 +171,11 @@ def plan(
     if options.enable_lora:
         traced, targets = with_lora(traced, options.max_loras, options.max_lora_rank)
     kernels = kernels_of(chosen, device)
+    p = Plan(path, checkpoint, chosen, device, capabilities, traced, traced, (), max_model_len, targets, options, vision)
+    if vision is not None and any(kernel.op == "media_rows" for kernel in kernels):
+        traced, place = with_media(traced, p.step_tokens)
     program = rewrite(traced, patterns(kernels), accept=lambda call: accepts(call, kernels))
-    p = Plan(path, checkpoint, chosen, device, capabilities, traced, program, (), max_model_len, targets, options)
+    p = p._replace(traced=traced, program=program, place=place)
     heads = {c.source for c in program.constants if c.value.name == "lm_head.weight"}
     tables = {value for call in program.calls if call.name == "embedding" for value in call.args}
     return p._replace(routes=tuple(_route(c, c.source in heads, c.value in tables, p) for c in program.constants))
@@ -173,18 +189,47 @@ def load(
     what to change."""
     p = plan(model, backend, options, progress=progress is not None, traced=traced)
     given, words = _backend_options(p), p.checkpoint.tokenizer_data()
-    with blame(f"backend {p.backend.name!r}: open()"):
-        session: Session = expect(Session, p.backend.open(p.device, given), f"backend {p.backend.name!r}: open()")
-    try:
+    with contextlib.ExitStack() as opened:
+        tower, refusal = _load_tower(p, opened)
+        with blame(f"backend {p.backend.name!r}: open()"):
+            session: Session = expect(Session, p.backend.open(p.device, given), f"backend {p.backend.name!r}: open()")
+        opened.callback(_quietly, session.close)
         if p.options.enable_lora and type(session).assign is Session.assign:
             message = f"the backend {p.backend.name} can't change a weight that it has loaded, which adapters need"
             raise UnsupportedError(message, param="enable_lora")
         with blame(f"backend {p.backend.name!r}: loading {model}"):
-            return _load_into(session, model, p, words, given["dtype"], progress)
-    except BaseException:
-        with contextlib.suppress(Exception):  # what went wrong first is the news
-            session.close()
-        raise
+            loaded = _load_into(session, model, p, words, given["dtype"], progress)
+        opened.pop_all()
+    return loaded if p.vision is None else replace(loaded, images=Images(p.vision, loaded, p.place, tower, refusal))
+
+
+def _quietly(close: Callable[[], None]) -> None:
+    with contextlib.suppress(Exception):  # what went wrong first is the news
+        close()
+
+
+def _load_tower(p: Plan, opened: contextlib.ExitStack) -> tuple[Loaded | None, str]:
+    """The tower of a model that sees, on a session of its own; else why it can't be run."""
+    if p.vision is None:
+        return None, ""
+    name, can, patches = p.backend.name, p.capabilities, len(p.vision.positions)
+    limit = can.max_batched_tokens or max(TOWER_TOKENS, patches)
+    tiles = min(limit, max(TOWER_TOKENS, patches)) // patches
+    if p.place is None or not tiles:
+        lack = f"takes only {limit} of {patches} patches a step" if p.place else "has no kernel for media_rows"
+        return None, f"the backend {name} {lack}, which images need; choose another"
+    graphs, own = {"graph_sizes": ()} if can.graph_capture else {}, _activations(p.options, can)
+    options = LoadOptions(
+        dtype=p.options.dtype, kv_dtype=own if own in can.kv_dtypes else "auto", max_num_seqs=tiles, max_model_len=patches,
+        max_num_batched_tokens=tiles * patches, num_kv_blocks=tiles * -(-patches // can.page_sizes[0]), strict=p.options.strict,
+        backend_options={**p.options.backend_options, **graphs},
+    )  # fmt: skip
+    tower = load(str(p.path), f"{name}:{p.device.index}", options, traced=p.vision.tower(tiles))
+    if type(tower.session).assign is Session.assign:
+        tower.close()
+        return None, f"the backend {name} can't change what it has loaded, which images need; choose another"
+    opened.callback(_quietly, tower.close)
+    return tower, ""
 
 
 def _load_into(
@@ -214,7 +259,7 @@ def _load_into(
         hidden_size=int(program.outputs["hidden"].shape[-1]) if "hidden" in program.outputs else 0,
         generation_config=p.checkpoint.generation_config, architecture=p.checkpoint.config["architectures"][0],
         lora=_adapters(session, p, weights) if options.enable_lora else None,
-        layout=Layout(fingerprint, producer, spec, rotations(p.traced)),
+        layout=Layout(fingerprint, producer, spec, rotations(p.traced)), media=weights.get(MEDIA), images=None,
     )  # fmt: skip
 
 

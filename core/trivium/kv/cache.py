@@ -15,7 +15,7 @@ import numpy as np
 from trivium.kv.neutral import Array, decode, encode, stored_dtype
 from trivium.kv.pool import BlockPool, Key, Origin
 from trivium.kv.tiers import Mover, Parcel, Tiers
-from trivium.ops import KVSpec, Pages
+from trivium.ops import KVSpec, Pages, Span
 from trivium.ops.batch import I32, I64
 
 
@@ -23,10 +23,10 @@ class Stream:
     """Tokens of one sequence and its place in the cache.
 
     length: tokens known. computed: how many of them are in the cache. row: its row in the block tables, -1: it holds no pages.
-    blocks: columns of its row that have pages, in every paged group; first[g]: first of them that is still held in group g.
-    forked: pages that it is going to write may have other owners, see KVCache.fork(), or are to be kept before drafts.
-    parcel: what another engine has computed of it, until it is admitted. given: how many tokens it came with.
-    kept: pages of the recurrent groups with the states after `kept_at` tokens (-1: there are none), see KVCache.keeps().
+    blocks: columns of its row that have pages, in every paged group; first[g]: first of them that is still held in group g. forked:
+    pages that it is going to write may have other owners, see KVCache.fork(), or are to be kept before drafts. parcel: what another
+    engine has computed of it, until it is admitted. given: how many tokens it came with. media: which of them stand for something
+    else. kept: pages of the recurrent groups with the states after `kept_at` tokens (-1: there are none), see KVCache.keeps().
     branch: where others went on differently, as far as it is known: end of the longest prefix that lacks at most its states.
     """
 
@@ -45,6 +45,7 @@ class Stream:
         self.kept: list[int] = []
         self.kept_at = -1
         self.branch = 0
+        self.media: Sequence[Span] = ()
 
     @property
     def pending(self) -> int:
@@ -464,8 +465,14 @@ class KVCache:
         return Hit(blocks, parcel.computed, [[] for _ in self._lookback], items, len(items if blocks == full else paged), {})
 
     def _origin(self, stream: Stream, block: int) -> Origin:
-        content = stream.tokens(block * self.page_size, (block + 1) * self.page_size).tobytes()
-        return Origin(stream.root, stream.keys[block - 1] if block else stream.root, content)
+        return Origin(stream.root, stream.keys[block - 1] if block else stream.root, self._content(stream, block))
+
+    def _content(self, stream: Stream, block: int) -> bytes:
+        """What is in the page `block`: its tokens, and where which row of what stands in place of them."""
+        stop = (start := block * self.page_size) + self.page_size
+        shown = (span.cut(start, stop) for span in stream.media)
+        parts = [np.array([s.start - start, s.stop - start, s.row], "<i4").tobytes() + s.tile.digest for s in shown if s]
+        return stream.tokens(start, stop).tobytes() + b"".join(parts)
 
     def _publish(self, stream: Stream, block: int, g: int) -> None:
         """A page that a window leaves behind, or a state, is of use without those before it; a page of full attention is not."""
@@ -476,11 +483,10 @@ class KVCache:
         self.pool.publish(page, (key, g), parent, origin)
 
     def _key(self, stream: Stream, block: int) -> bytes:
-        """The digest of the tokens up to the end of `block`."""
+        """The digest of all up to the end of `block`."""
         for b in range(len(stream.keys), block + 1):
             previous = stream.keys[-1] if b else stream.root
-            content = stream.tokens(b * self.page_size, (b + 1) * self.page_size).tobytes()
-            stream.keys.append(blake2b(previous + content, digest_size=32).digest())
+            stream.keys.append(blake2b(previous + self._content(stream, b), digest_size=32).digest())
         return stream.keys[block]
 
     def _seat(self, stream: Stream) -> None:

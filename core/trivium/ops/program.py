@@ -50,8 +50,9 @@ class Constant:
 
 
 class InputScale(NamedTuple):
-    """How a checkpoint rounds a matrix' inputs to 8 bits, those of all tokens alike: x becomes the whole number round(x / scale) +
-    offset within -128..127, which stands for scale * (whole - offset). scale > 0 and offset: whole, within -128..127."""
+    """How a checkpoint rounds a matrix' inputs to 8 bits, those of all tokens alike: x becomes the whole number nearest to
+    x / scale + offset (of two, the even one) within -128..127, which stands for scale * (whole - offset). scale > 0; offset: within
+    -128..127."""
 
     scale: float
     offset: int

@@ -110,7 +110,7 @@ class Kernel:
     name: str = ""
     priority: int = 0
     supports: Callable[[Call], str | None] = lambda call: None
-    note: Callable[[Call], str] = lambda call: ""
+    note: Callable[[Call], str] = field(default=lambda call: "", kw_only=True)
 
 
 class Memory(NamedTuple):
