@@ -10,6 +10,7 @@ from torch import Tensor
 from trivium_cuda.kernels import fp8, int8, quantise
 from trivium_cuda.kernels.common import Rows
 from trivium_cuda.kernels.products import Plan
+from trivium_cuda.kernels.quantise import Kind
 from trivium_cuda.session import CudaSession
 from trivium_cuda.weights import W8A8, Float8
 from trivium_torch.weights import Int8
@@ -30,8 +31,8 @@ class Rounded(NamedTuple):
     dtype: torch.dtype
 
 
-def rounded(x: Tensor, kind: str) -> Rounded:
-    """x[..., n] rounded to "int8", "fp8" or "fp8 blocks"."""
+def rounded(x: Tensor, kind: Kind) -> Rounded:
+    """x[..., n] rounded to one of the kinds of kernels.quantise."""
     made = quantise.quantise_blocks(x) if kind == "fp8 blocks" else quantise.quantise_rows(x, kind)
     return Rounded(made, x.shape, x.dtype)
 
@@ -39,8 +40,13 @@ def rounded(x: Tensor, kind: str) -> Rounded:
 def linear(session: CudaSession, x: Tensor | Rounded, weight: W8A8, bias: Tensor | None) -> Tensor:
     """The operator linear with a W8A8 matrix, in the dtype that x had."""
     given = rounded(x, weight.kind) if isinstance(x, Tensor) else x
-    y = _product(session, given, weight.weight, bias)
+    y = _product(session, given, weight.weight, _shifted(bias, weight.shift))
     return y.view(*given.shape[:-1], y.shape[-1])
+
+
+def _shifted(bias: Tensor | None, shift: Tensor | None) -> Tensor | None:
+    """bias - shift, in float32."""
+    return bias if shift is None else -shift if bias is None else bias.to(torch.float32) - shift
 
 
 def _product(session: CudaSession, x: Rounded, weight: Int8 | Float8, bias: Tensor | None) -> Tensor:

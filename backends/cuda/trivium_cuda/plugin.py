@@ -68,10 +68,11 @@ class CudaBackend(TorchBackend):
     def kernels(self, device: Device) -> Sequence[Kernel]:
         if not formats.has_triton_kernels(device.details["capability"]):
             return super().kernels(device)
+        from trivium_cuda import flashinfer
         from trivium_cuda.table import KERNELS
         from trivium_cuda.tuning import Notes
 
-        return (*map(Notes(self._apis[device.index]).noted, KERNELS), *super().kernels(device))
+        return (*flashinfer.kernels(), *map(Notes(self._apis[device.index]).noted, KERNELS), *super().kernels(device))
 
     def open(self, device: Device, options: Mapping[str, Any]) -> Session:
         memory = options.get("graph_memory")
@@ -93,7 +94,12 @@ class CudaBackend(TorchBackend):
     def make_session(self, device: Device, options: Mapping[str, Any]) -> Session:
         from trivium_cuda.session import CudaSession
 
-        return CudaSession(self._apis[device.index], self.name, self.kernels(device), options)
+        session = CudaSession(self._apis[device.index], self.name, self.kernels(device), options)
+        if session.has_triton:
+            from trivium_cuda import flashinfer
+
+            session.kernels = flashinfer.proved(session, session.kernels)
+        return session
 
 
 @hookimpl

@@ -16,6 +16,7 @@ from torch import Tensor
 from trivium_cuda import table
 from trivium_cuda.eights import Rounded
 from trivium_cuda.kernels import activations, norms
+from trivium_cuda.kernels.quantise import Kind
 from trivium_cuda.session import CudaSession
 from trivium_cuda.weights import W8A8
 from trivium_torch.kernels.dense import Args, Attrs
@@ -24,23 +25,23 @@ if TYPE_CHECKING:
     from trivium_cuda.tape import Line
 
 
-def rms_norm(kind: str, session: CudaSession, args: Args, attrs: Attrs) -> Rounded:
+def rms_norm(kind: Kind, session: CudaSession, args: Args, attrs: Attrs) -> Rounded:
     x: Tensor = args[0]
     return Rounded(norms.rms_norm_quantise(x, args[1], attrs["eps"], attrs["offset"], kind=kind), x.shape, x.dtype)
 
 
-def add_norm(kind: str, session: CudaSession, args: Args, attrs: Attrs) -> tuple[Tensor, Rounded]:
+def add_norm(kind: Kind, session: CudaSession, args: Args, attrs: Attrs) -> tuple[Tensor, Rounded]:
     x: Tensor = args[0]
     total, rows = norms.add_rms_norm_quantise(x, args[1], args[2], attrs["eps"], attrs["offset"], kind=kind)
     return total, Rounded(rows, x.shape, x.dtype)
 
 
-def gated(kind: str, session: CudaSession, args: Args, attrs: Attrs) -> Rounded:
+def gated(kind: Kind, session: CudaSession, args: Args, attrs: Attrs) -> Rounded:
     g, up = args
     return Rounded(activations.gated_quantise(g, up, **attrs, quantise=kind), g.shape, g.dtype)
 
 
-def gate_up(kind: str, session: CudaSession, args: Args, attrs: Attrs) -> Rounded:
+def gate_up(kind: Kind, session: CudaSession, args: Args, attrs: Attrs) -> Rounded:
     x, wg, bg, wu, bu = args
     return gated(kind, session, (table.linear(session, (x, wg, bg), {}), table.linear(session, (x, wu, bu), {})), attrs)
 
@@ -75,7 +76,7 @@ def round_ahead(lines: Sequence[Line], weights: Sequence[Any]) -> list[Line]:
     return [changed(line) for line in lines]
 
 
-def _kind(line: Line, register: int, weights: Sequence[Any]) -> str | None:
+def _kind(line: Line, register: int, weights: Sequence[Any]) -> Kind | None:
     """The 8 bits to which a line rounds a register, which it reads as the activations of its products alone; None: it does not."""
     if line.args[0] != register or register in line.args[1:]:
         return None

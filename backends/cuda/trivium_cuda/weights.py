@@ -21,6 +21,7 @@ from trivium.ops import Weight
 from trivium_cuda.kernels import fp8, int4, int8
 from trivium_cuda.kernels.int4 import Packed
 from trivium_cuda.kernels.products import Matrix
+from trivium_cuda.kernels.quantise import Given, Kind
 from trivium_torch.weights import Int8, Resident, floats_of, make_resident
 
 F32 = torch.float32
@@ -105,13 +106,18 @@ def _spread(scales: Tensor, dim: int, size: int) -> Tensor:
 @dataclass(frozen=True)
 class W8A8:
     """A weight of 8 bits whose product takes activations that are rounded to 8 bits of the same kind, too: each row by its largest
-    size, or 128 numbers of it where the weight has a scale for 128 by 128."""
+    size, or 128 numbers of it where the weight has a scale for 128 by 128; or as the checkpoint says (`given`), and then `shift`
+    float32[out] is what the offset of the rounded adds to a product, to be taken away: None for an offset of 0."""
 
     weight: Int8 | Float8
+    given: Given | None = None
+    shift: Tensor | None = None
 
     @property
-    def kind(self) -> str:
+    def kind(self) -> Kind:
         """Of the rounded rows, see kernels.quantise."""
+        if self.given is not None:
+            return self.given
         if isinstance(self.weight, Int8):
             return "int8"
         return "fp8" if self.weight.scales.shape[-1] == 1 else "fp8 blocks"
@@ -122,10 +128,11 @@ class W8A8:
 
     @property
     def nbytes(self) -> int:
-        return self.weight.nbytes
+        return self.weight.nbytes + (0 if self.shift is None else self.shift.nbytes)
 
     def __getitem__(self, index: Index) -> W8A8:
-        return W8A8(self.weight[index])
+        """Rows of a matrix, or one of several matrices."""
+        return W8A8(self.weight[index], self.given, None if self.shift is None else self.shift[index])
 
     def to(self, dtype: torch.dtype) -> Tensor:
         """The weight itself."""
@@ -267,6 +274,16 @@ def repack_int8(weight: Weight, device: torch.device) -> Int8:
     return Int8(codes, scales.expand(*codes.shape[:-1], 1).contiguous())
 
 
+def repack_w8a8(weight: Weight, device: torch.device) -> W8A8:
+    """The same, with the checkpoint's own rounding of the inputs if it has one."""
+    held, inputs = repack_int8(weight, device), weight.inputs
+    if inputs is None or len(weight.shape) != 2:
+        return W8A8(held)
+    given = Given(*inputs)
+    sums = held.numbers.sum(dim=-1, dtype=torch.int32).to(F32) * held.scales[:, 0]
+    return W8A8(held, given, sums * (given.scale * given.offset) if given.offset else None)
+
+
 def _parts(weight: Weight) -> Mapping[str, Any]:
     found = cast(Any, weight).parts()
     if found is None:
@@ -289,6 +306,6 @@ _REPACKED: Mapping[tuple[str, str], Callable[[Weight, torch.device], CudaResiden
     **{(stored, "fp8"): repack_fp8 for stored in ("fp8", "w8a8_fp8")},
     **{(stored, "w8a8_fp8"): lambda weight, device: W8A8(repack_fp8(weight, device)) for stored in ("fp8", "w8a8_fp8")},
     **{(stored, "int8"): repack_int8 for stored in ("w8a16", "w8a8")},
-    **{(stored, "w8a8"): lambda weight, device: W8A8(repack_int8(weight, device)) for stored in ("w8a16", "w8a8")},
+    **{(stored, "w8a8"): repack_w8a8 for stored in ("w8a16", "w8a8")},
 }  # fmt: skip
 """(storage, resident): what needs no rounding."""

@@ -132,6 +132,9 @@ CALLS: dict[str, Callable[[], Any]] = {
     "add and norm to int8": lambda: norms.add_rms_norm_quantise(meta(64, 8192), meta(64, 8192), meta(8192), 1e-5, kind="int8"),
     "norm to fp8": lambda: norms.rms_norm_quantise(meta(64, 4096), meta(4096), 1e-5, kind="fp8"),
     "gate": lambda: activations.gated(meta(64, 14336), meta(64, 14336), limit=7.0, alpha=1.702, up_offset=1.0),
+    "norm to int8 by a scale that is given": lambda: norms.add_rms_norm_quantise(
+        meta(64, 4096), meta(64, 4096), meta(4096), 1e-5, kind=quantise.Given(0.02, 3)
+    ),
     "norm to fp8 in blocks": lambda: norms.add_rms_norm_quantise(
         meta(64, 7168), meta(64, 7168), meta(7168), 1e-5, kind="fp8 blocks"
     ),

@@ -9,12 +9,14 @@ import torch
 from eight_bits import held, opened
 from quantised_files import is_projection, quantised_pair
 from trivium_cuda import eights, rounding
+from trivium_cuda.kernels.quantise import Given
 from trivium_cuda.weights import W8A8, Float8
 
 from trivium import LLM, SamplingParams
 from trivium.conformance import formats as kit
 from trivium.conformance.lab import Lab
 from trivium.conformance.report import Mismatch
+from trivium.ops import InputScale, Weight
 
 NARROW = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
 LOAD = {
@@ -43,6 +45,31 @@ def test_a_product_is_of_the_rounded_activations(kind):
     torch.testing.assert_close(got, nearest(x, kind) @ weight.to(torch.float32).T + bias, rtol=1e-4, atol=1e-3)
     again = eights.linear(session, eights.rounded(x, kind), weight, bias)
     assert torch.equal(again, got)
+
+
+class Stored(Weight):
+    """A matrix of 8 bits as trivium_formats hands it on."""
+
+    def parts(self):
+        return {"codes": self.data, "scales": np.array([[0.003]], np.float32), "block": self.shape}
+
+
+@pytest.mark.parametrize("offset", [0, 11])
+@pytest.mark.parametrize("biased", [False, True])
+def test_inputs_are_rounded_as_the_checkpoint_says(offset, biased):
+    rng = np.random.default_rng(6)
+    codes = rng.integers(-127, 128, (48, 64)).astype(np.int8)
+    stored = Stored("w", (48, 64), "w8a8", codes, lambda data: data * np.float32(0.003), inputs=InputScale(0.02, offset))
+    session = opened()
+    held = session.load(stored, "w8a8")
+    x, bias = 1.5 * rng.standard_normal((3, 64), np.float32), rng.standard_normal(48, np.float32) if biased else None
+    whole = np.clip(np.rint(x / np.float32(0.02)) + offset, -128, 127)
+    want = (whole - offset).astype(np.float64) * 0.02 @ (codes * 0.003).T + (0 if bias is None else bias)
+    got = eights.linear(session, torch.from_numpy(x), held, None if bias is None else torch.from_numpy(bias))
+    np.testing.assert_allclose(got.numpy(), want, rtol=1e-4, atol=1e-4)
+    assert whole.max() == 127 and np.abs(x / 0.02).max() > 139, "something is out of reach"
+    np.testing.assert_array_equal(session.read_weight(held), stored.decode())
+    assert (held.shift is None) == (offset == 0) and held[3:7].shape == (4, 64)
 
 
 def test_many_rows_of_fp8_are_multiplied_by_the_library_where_it_can(monkeypatch):
@@ -159,6 +186,7 @@ def test_who_else_reads_a_norm_keeps_it_as_it_is():
     def ran(*readers):
         return rounding.round_ahead(lines_of(norm, *readers), constants)[0].run
 
+    apart = W8A8(constants[3].weight, Given(0.1, 0))
     int8, other = (table.linear, (6, 3, 0), (7,), ()), (table.linear, (6, 3, 0), (8,), (6,))
     assert ran(int8, other).args == ("int8",) and ran(int8, other).func is rounding.rms_norm
     assert ran(int8, (table.linear, (6, 4, 0), (8,), (6,))) is table.rms_norm, "two kinds"
@@ -167,6 +195,10 @@ def test_who_else_reads_a_norm_keeps_it_as_it_is():
     assert ran(int8, (None, (6,), (8,), (6,))) is table.rms_norm, "the host"
     assert ran((table.linear, (6, 3, 6), (7,), (6,))) is table.rms_norm, "its own bias"
     assert ran(int8) is table.rms_norm, "an output of the Program"
+    constants[5] = apart
+    assert ran(int8, (table.linear, (6, 5, 0), (8,), (6,))) is table.rms_norm, "one by a scale that is given"
+    constants[3] = W8A8(apart.weight, Given(0.1, 0))
+    assert ran(int8, (table.linear, (6, 5, 0), (8,), (6,))).args == (Given(0.1, 0),)
 
 
 @pytest.mark.parametrize("capability", [(8, 6), (9, 0)])

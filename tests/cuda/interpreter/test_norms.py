@@ -82,6 +82,25 @@ def test_what_is_quantised_in_the_same_pass_is_what_two_passes_give(dtype, kind)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_by_a_scale_and_an_offset_that_are_given(dtype):
+    """As ops.InputScale means it; what is out of reach becomes -128 or 127."""
+    kind = quantise.Given(0.37, -9)
+    x, y, weight = awkward(dtype), awkward(dtype) * 0.5, tensor(rng(4).normal(0, 1, 150).astype(np.float32))
+    made = {
+        "rows": (quantise.quantise_rows(x, kind), x),
+        "norm": (norms.rms_norm_quantise(x, weight, 1e-5, kind=kind), norms.rms_norm(x, weight, 1e-5)),
+        "sum": (norms.add_rms_norm_quantise(x, y, weight, 1e-5, kind=kind)[1], norms.add_rms_norm(x, y, weight, 1e-5)[1]),
+        "gate": (activations.gated_quantise(x, y, quantise=kind), activations.gated(x, y)),
+    }
+    for name, (rows, of) in made.items():
+        whole = np.rint(of.float().numpy() / np.float32(0.37)) - 9
+        np.testing.assert_array_equal(rows.numbers.numpy(), np.clip(whole, -128, 127), err_msg=name)
+        assert (rows.scales == np.float32(0.37)).all() and rows.scales.shape == (7, 1)
+    reached = made["rows"][0].numbers
+    assert reached.min() == -128 and reached.max() == 127
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_blocks_of_128_have_scales_of_their_own(dtype):
     x = awkward(dtype, n=300)
     rows = quantise.quantise_blocks(x)

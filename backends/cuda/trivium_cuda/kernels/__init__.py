@@ -12,7 +12,8 @@ norms          rms_norm(x, weight | None, eps, offset=0.0) -> y
                add_rms_norm(x, y, weight | None, eps, offset=0.0) -> (total, normed); total has x's dtype and is rounded to it
                    before its norm is taken
                add_rms_norm_quantise(x, y, weight | None, eps, offset=0.0, *, kind) -> (total, Rows), and
-               rms_norm_quantise(x, weight | None, eps, offset=0.0, *, kind) -> Rows; kind: "int8", "fp8" or "fp8 blocks"
+               rms_norm_quantise(x, weight | None, eps, offset=0.0, *, kind) -> Rows; kind: "int8", "fp8",
+               "fp8 blocks", or quantise.Given(scale, offset): int8 by these
 activations    gated(gate, up, *, kind="silu", limit=None, alpha=1.0, up_offset=0.0, dtype=None) -> y, the operator `gated`, all
                    kinds; in another dtype if asked
                gated_quantise(..., *, quantise=kind) -> Rows
