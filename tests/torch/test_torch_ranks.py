@@ -453,7 +453,7 @@ def test_more_ranks_than_devices_are_refused_with_both_numbers():
     backend = Lanes()
     first, second = backend.probe().devices
     assert rank_devices(backend, first, Ways(2, 1)) == [first, second]
-    with pytest.raises(InvalidRequestError, match="tensor_parallel 2 needs as many devices of this machine from lane:1.*are 1"):
+    with pytest.raises(InvalidRequestError, match=r"tensor_parallel 2 needs as many devices of this machine from lane:1.*are 1"):
         rank_devices(backend, second, Ways(2, 1))
 
 

@@ -44,6 +44,6 @@ def capabilities(capability: tuple[int, int]) -> Capabilities:
     dtypes = ("bfloat16", "float16", "float32") if modern else ("float16", "float32")
     return Capabilities(
         dtypes=dtypes, weight_formats=weight_formats(capability), kv_dtypes=(*dtypes, "fp8", "int8"), page_sizes=PAGE_SIZES,
-        asynchronous=True, graph_capture=modern, max_graphs=GRAPHS if modern else 0, collectives=True, memory_share=MEMORY_SHARE,
-        unsupported={} if modern else {"bfloat16": _NO_BFLOAT16},
+        asynchronous=True, graph_capture=modern, graph_drafts=modern, max_graphs=GRAPHS if modern else 0, collectives=True,
+        memory_share=MEMORY_SHARE, unsupported={} if modern else {"bfloat16": _NO_BFLOAT16},
     )  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from trivium.errors import BackendError, CapacityError, UnsupportedError
-from trivium.ops import Batch, KVSpec, Program, Weight
+from trivium.ops import Batch, KVSpec, Pages, Program, Weight
 from trivium.plugin import Executable, Kernel
 from trivium_cuda.device import DeviceApi
+from trivium_cuda import transfer
 from trivium_cuda.formats import has_triton_kernels, weight_formats
 from trivium_cuda.staging import Download, Pinned, arrays_of, upload
 from trivium_torch.pages import Carried, Paged
@@ -70,12 +71,16 @@ class CudaSession(TorchSession):
         self.capturing = False
         """Whether what runs is to become part of a graph: nothing may then come from the host."""
         self.pinned = Pinned(api)
+        self.page_blocks = Pinned(api)
+        """Those of pages, whose copies are beside the steps and take longer."""
         self.arrays: Mapping[str, Tensor] = {}
         """The arrays of the step that runs, on the device."""
         self._extents = (0, 0)
         sizes, total = options.get("graph_sizes", ()), api.memory_info()[1]
         self.graph_sizes: Sequence[int] = tuple(sizes)
         self.graph_memory: int = options.get("graph_memory", total // GRAPH_SHARE) if sizes else 0
+        self.graph_queries: int = options.get("graph_queries", 1)
+        """Most tokens of a sequence in a step that is captured."""
         self._graphs_to_come = self.graph_memory
 
     # Copies.
@@ -123,6 +128,17 @@ class CudaSession(TorchSession):
         if need > free:
             raise CapacityError(f"{pages} pages of {self.page_bytes(spec)} bytes need {need} bytes; {free} are free")
         super().kv_store(spec, pages)
+
+    def start_export(self, group: int, ids: Sequence[int]) -> Callable[[], Pages]:
+        with self.api.active():
+            return transfer.start_export(self, group, self.layers_of(group), ids)
+
+    def export_pages(self, group: int, ids: Sequence[int]) -> Pages:
+        return self.start_export(group, ids)()
+
+    def import_pages(self, group: int, ids: Sequence[int], pages: Pages) -> None:
+        with self.api.active():
+            transfer.start_import(self, self.layers_of(group), ids, pages)
 
     def recurrent(self) -> list[Tensor]:
         """The states of all recurrent layers, float32[pages, *shape] each."""
