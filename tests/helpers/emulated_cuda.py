@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
@@ -160,6 +161,11 @@ class EmulatedDevice(DeviceApi):
     def memory_info(self) -> tuple[int, int]:
         return self.free, self.total
 
+    def peak(self, run: Callable[[], None]) -> int:
+        with Meter() as meter:
+            run()
+        return meter.most
+
     def release(self) -> None:
         self.released += 1
 
@@ -220,6 +226,25 @@ def launches_recorded_by(recorder: Recorder) -> Iterator[None]:
 def _launch(launch: Any, executor: Any, args: Any, kwargs: Any) -> None:
     with _disable_current_modes(), torch._C.DisableTorchFunction():
         launch(executor, *args, **kwargs)
+
+
+class Meter(TorchDispatchMode):
+    """Counts the bytes of what operations make, as long as it lives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = 0
+        self._live: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs or {})) if isinstance(t, torch.Tensor)}
+        found = func(*args, **(kwargs or {}))
+        self._live = {at: held for at, held in self._live.items() if not held[0].expired()}
+        for storage in (t.untyped_storage() for t in tree_leaves(found) if isinstance(t, torch.Tensor)):
+            if storage.data_ptr() not in before:
+                self._live[storage.data_ptr()] = StorageWeakRef(storage), storage.nbytes()
+        self.most = max(self.most, sum(size for _, size in self._live.values()))
+        return found
 
 
 class QueueWatch(TorchDispatchMode):

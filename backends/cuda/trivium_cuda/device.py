@@ -79,6 +79,10 @@ class DeviceApi(ABC):
         """(free, total) bytes; what torch holds in reserve counts as free."""
 
     @abstractmethod
+    def peak(self, run: Callable[[], None]) -> int:
+        """Most bytes that what `run` queues takes at a time, beyond those that are taken already; waits for it."""
+
+    @abstractmethod
     def release(self) -> None:
         """Gives back what torch holds in reserve."""
 
@@ -163,6 +167,14 @@ class CudaDevice(DeviceApi):
         free, total = torch.cuda.mem_get_info(self.device)
         unused = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
         return free + unused, total
+
+    def peak(self, run: Callable[[], None]) -> int:
+        self.synchronize()
+        torch.cuda.reset_peak_memory_stats(self.device)
+        before = torch.cuda.memory_allocated(self.device)
+        run()
+        self.synchronize()
+        return torch.cuda.max_memory_allocated(self.device) - before
 
     def release(self) -> None:
         with self.active():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,9 @@ from trivium_cuda.staging import Download, Pinned, arrays_of, upload
 from trivium_torch.pages import Carried, Paged
 from trivium_torch.session import TorchSession
 from trivium_torch.weights import make_resident
+
+if TYPE_CHECKING:
+    from trivium_cuda.executor import QueuedExecutable
 
 LARGE = 1 << 24
 """Bytes from which an array is copied at once, without a page-locked block in between that would stay."""
@@ -76,6 +79,8 @@ class CudaSession(TorchSession):
         self.arrays: Mapping[str, Tensor] = {}
         """The arrays of the step that runs, on the device."""
         self._extents = (0, 0)
+        self.eager: QueuedExecutable | None = None
+        """What was made to measure a step, until it is compiled."""
         sizes, total = options.get("graph_sizes", ()), api.memory_info()[1]
         self.graph_sizes: Sequence[int] = tuple(sizes)
         self.graph_memory: int = options.get("graph_memory", total // GRAPH_SHARE) if sizes else 0
@@ -129,15 +134,25 @@ class CudaSession(TorchSession):
             raise CapacityError(f"{pages} pages of {self.page_bytes(spec)} bytes need {need} bytes; {free} are free")
         super().kv_store(spec, pages)
 
+    def step_bytes(self, program: Program, weights: Mapping[str, Any], spec: KVSpec) -> int:
+        from trivium_cuda.executor import step_bytes
+
+        self.kv_store(spec, 1)
+        try:
+            return step_bytes(self, program, weights)
+        finally:
+            self.drop_pages()
+            self.api.release()
+
     def start_export(self, group: int, ids: Sequence[int]) -> Callable[[], Pages]:
-        with self.api.active():
+        with self._memory_for(f"taking {len(ids)} pages out"), self.api.active():
             return transfer.start_export(self, group, self.layers_of(group), ids)
 
     def export_pages(self, group: int, ids: Sequence[int]) -> Pages:
         return self.start_export(group, ids)()
 
     def import_pages(self, group: int, ids: Sequence[int], pages: Pages) -> None:
-        with self.api.active():
+        with self._memory_for(f"bringing {len(ids)} pages in"), self.api.active():
             transfer.start_import(self, self.layers_of(group), ids, pages)
 
     def recurrent(self) -> list[Tensor]:
@@ -182,17 +197,23 @@ class CudaSession(TorchSession):
 
     @contextlib.contextmanager
     def faults(self, tokens: int, seqs: int) -> Iterator[None]:
-        """Around the work of a step of so many: turns the device's faults into errors that say what to do. After one for want of
-        memory the next step may succeed."""
+        """Around the work of a step of so many: turns the device's faults into errors that say what to do."""
+        try:
+            with self._memory_for(f"a step of {tokens} tokens in {seqs} sequences"):
+                yield
+        except RuntimeError as e:
+            raise BackendError(f"backend {self.backend!r}: the device failed: {e}") from e
+
+    @contextlib.contextmanager
+    def _memory_for(self, what: str) -> Iterator[None]:
+        """A lack of memory is CapacityError. After one the next step may succeed."""
         try:
             yield
         except torch.OutOfMemoryError as e:
             self.api.release()
             free, total = self.api.memory_info()
-            what = f"a step of {tokens} tokens in {seqs} sequences needs more memory than is free, {free} of {total} bytes"
-            raise CapacityError(f"{what}; give less max_num_batched_tokens or num_kv_blocks") from e
-        except RuntimeError as e:
-            raise BackendError(f"backend {self.backend!r}: the device failed: {e}") from e
+            needs = f"{what} needs more memory than is free, {free} of {total} bytes"
+            raise CapacityError(f"{needs}; give less max_num_batched_tokens or num_kv_blocks") from e
 
     def close(self) -> None:
         self.arrays = {}

@@ -152,6 +152,12 @@ class TorchSession(Session):
         self._places = tuple((group, self._layer(group, slot)) for group, slot in placed)
         self._kv_bytes = sum(t.nbytes for layer in self._layers.values() for t in layer.tensors())
 
+    def drop_pages(self) -> None:
+        """Gives back what kv_store() took."""
+        self._layers.clear()
+        self._steps.clear()
+        self._places, self._pages, self._kv_bytes = (), 0, 0
+
     def make_layer(self, state: StateSpec) -> Layer:
         """The memory of one layer slot, for the pages that kv_store() was asked for."""
         return Layer(state, self.spec.page_size, self.spec.dtype, self._pages, self.allocate)
