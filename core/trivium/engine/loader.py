@@ -243,17 +243,16 @@ def _load_into(
     if kv_dtype == "auto":
         kv_dtype = next(kv for kv in can.kv_dtypes if not can.kv_refused(activations, kv))
     spec = plan_groups(p.program.states, _page_size(p.capabilities.page_sizes, options.block_size), kv_dtype)
-    pages, max_model_len = _pool_size(session, spec, p)
+    program = replace(p.program, vocab_size=min(p.program.vocab_size, tokenizer.vocab_size))
+    pages, max_model_len = _pool_size(session, spec, p, program, weights)
     session.kv_store(spec, pages)
-    vocab_size = min(p.program.vocab_size, tokenizer.vocab_size)
-    program = replace(p.program, vocab_size=vocab_size)
     executable = expect(Executable, session.compile(program, weights), f"backend {p.backend.name!r}: compile()")
     routes = tuple(Route(c.value.name, w.format, f.name, exact, w.nbytes) for c, w, f, exact in p.routes if c.array is None)
     formats = blake2b(repr([(r.name, r.resident) for r in routes]).encode(), digest_size=8).hexdigest()
     producer = f"{p.backend.name} {p.backend.version}, activations {dtype}, weight formats {formats}"
     return Loaded(
         name=model, backend=p.backend, device=p.device, capabilities=p.capabilities, session=session, traced=p.traced,
-        program=program, executable=executable, kv_spec=spec, num_pages=pages, vocab_size=vocab_size,
+        program=program, executable=executable, kv_spec=spec, num_pages=pages, vocab_size=program.vocab_size,
         max_model_len=max_model_len, max_num_batched_tokens=p.step_tokens, max_num_seqs=options.max_num_seqs,
         eos_ids=_eos_ids(p.checkpoint, tokenizer), fingerprint=fingerprint, tokenizer=tokenizer, routes=routes,
         hidden_size=int(program.outputs["hidden"].shape[-1]) if "hidden" in program.outputs else 0,
@@ -279,6 +278,7 @@ def _backend_options(p: Plan) -> dict[str, Any]:
     given = {"dtype": _activations(options, can), "max_batched_tokens": tokens, "max_seqs": rows, "max_model_len": p.max_model_len}
     if can.graph_capture and p.backend.api_version >= 2:
         given["graph_sizes"] = _graph_sizes(can, len(p.program.states), min(rows, tokens))
+        given |= {"graph_queries": 1 + options.num_speculative_tokens} if can.graph_drafts else {}
     return {**given, "strict": options.strict, **options.backend_options}
 
 
@@ -377,14 +377,15 @@ def _pages_for(spec: KVSpec, length: int, chunk: int) -> int:
     return sum(min(whole, -(-span // spec.page_size) + 1) for span in spans)
 
 
-def _pool_size(session: Session, spec: KVSpec, p: Plan) -> tuple[int, int]:
+def _pool_size(session: Session, spec: KVSpec, p: Plan, program: Program, weights: Mapping[str, Any]) -> tuple[int, int]:
     """(pages, max_model_len): as asked, else what the memory share holds; a context nobody asked for is cut to what fits."""
     options, max_model_len, tokens = p.options, p.max_model_len, p.step_tokens
     page_bytes = session.page_bytes(spec)
     if options.num_kv_blocks is not None:
         pages = options.num_kv_blocks
     else:
-        affordable = int(session.memory().free * p.capabilities.memory_share) // max(page_bytes, 1)
+        free = session.memory().free - session.step_bytes(program, weights, spec)
+        affordable = int(free * p.capabilities.memory_share) // max(page_bytes, 1)
         pages = min(affordable, options.max_num_seqs * _pages_for(spec, max_model_len, tokens))
     fits = bisect.bisect_right(range(1, max_model_len + 1), pages, key=lambda length: _pages_for(spec, length, tokens))
     if fits < 1:

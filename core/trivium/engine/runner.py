@@ -177,6 +177,8 @@ class Runner:
 
     def wait(self, flight: Flight) -> None:
         """Until it has landed. If this raises, or the engine can't use what it gave, the flight is to be undone."""
+        if (tiers := self._scheduler.kv.tiers) is not None:
+            tiers.settle()  # while the step is still on the device
         if flight.fault is not None:
             raise flight.fault
         assert flight.step is not None

@@ -274,7 +274,7 @@ class KVCache:
             first = stream.first[g] if group.spec.paged else 0
             columns = self._tables[g, stream.row, first : self.blocks(stream.computed)].tolist()
             pages = columns if group.spec.paged else [self._states(stream)[g]]
-            tensors = [t for layer in mover.export_pages(g, pages).tensors for t in layer]
+            tensors = [t for layer in mover.start_export(g, pages)().tensors for t in layer]
             count, dtype = stream.computed - first * self.page_size, stored_dtype(self.spec, g)
             tokens = [t.reshape(-1, *t.shape[2:])[:count] if group.spec.paged else t[0] for t in tensors]
             parts.append((first * self.page_size, tuple((dtype, np.array(encode(t, dtype))) for t in tokens)))
