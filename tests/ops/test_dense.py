@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -156,7 +157,7 @@ def test_segments_are_counted_by_the_separators_before_a_token_in_its_own_sequen
     for case in op.cases(np.random.default_rng(2)):
         token_ids, table, starts = case.args
         got = op(*case.args, **case.attrs)
-        for begin, end in zip(starts, starts[1:]):
+        for begin, end in itertools.pairwise(starts):
             for t in range(begin, end):
                 before = token_ids[begin:t].tolist().count(case.attrs["separator"])
                 np.testing.assert_array_equal(got[t], table[min(before, len(table) - 1)])

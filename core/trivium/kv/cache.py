@@ -204,7 +204,7 @@ class KVCache:
     def _longest(self, stream: Stream, limit: int, there: Callable[[Key], bool]) -> Hit:
         """The longest prefix for which all pages that will be read are `there`; those that the pool lacks are to be restored."""
         runs, best, stream.branch = [0] * len(self._lookback), 0, 0
-        for block in range(limit // self.page_size):
+        for block in range(limit // self.page_size if runs else 0):
             key = self._key(stream, block)
             runs = [run + 1 if there((key, g)) else 0 for g, run in enumerate(runs)]
             if all(run >= min(block + 1, back) for run, back in zip(runs, self._lookback)):
@@ -417,7 +417,7 @@ class KVCache:
         """int32[groups, len(rows), max(blocks, 1)]: a copy of those rows, as Batch wants them."""
         return np.ascontiguousarray(self._tables.take(rows, 1)[:, :, : max(blocks, 1)])  # half of what indexing costs
 
-    def slots(self, spans: Iterable[tuple[int, int, int]]) -> I64:
+    def slots(self, spans: Sequence[tuple[int, int, int]]) -> I64:
         """int64[groups, tokens]: page * page_size + offset of tokens start..stop of each (row, start, stop); for recurrent groups
         the offset is 0. Loops over pages, never over tokens."""
         found: list[list[int]] = [[] for _ in self.spec.groups]
@@ -432,7 +432,8 @@ class KVCache:
                     at = end
             for g in self.recurrent:
                 found[g].extend([page(g, row, 0) * size] * (stop - start))
-        return np.ndarray((len(found), len(found[0])), np.int64, array("q", [slot for slots in found for slot in slots]))
+        shape = len(found), len(found[0]) if found else sum(stop - start for _, start, stop in spans)
+        return np.ndarray(shape, np.int64, array("q", [slot for slots in found for slot in slots]))
 
     def check(self, streams: Iterable[Stream]) -> None:
         """Raises AssertionError unless the pages in use are exactly those of `streams`, and none is written while it is shared."""
