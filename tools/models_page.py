@@ -47,7 +47,6 @@ MISSING = """
 | --- | --- |
 | DeepSeek-V3.2 in contexts longer than `index_topk`, GLM-5 | latent attention over positions that an indexer chooses |
 | DeepSeek-V4 | attention over compressed keys, hyper-connections |
-| encoders: ModernBERT and its like | attention to both sides without pages |
 
 Recurrent states (LFM2, Qwen3-Next and 3.5, the Mamba-2 hybrids) are cached, forked, drafted, preempted, kept in tiers and moved
 between backends as attention's pages are.

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypedDict, Unpack, cast
 from trivium.engine import Engine, EngineConfig, PoolingParams, RequestOutput
 from trivium.engine.adapters import enabled
 from trivium.engine.loader import LoadOptions, load
-from trivium.engine.pooling import likelihood
+from trivium.engine.pooling import CLASSIFIER, likelihood, relevance
 from trivium.engine.speculation import Drafter, ModelDrafter, Speculative
 from trivium.errors import BackendError, ClosedError, InvalidRequestError, UnsupportedError
 from trivium.ops import Span
@@ -165,13 +165,21 @@ class Opened(ABC):
         """Names of the adapters that requests may give."""
         return () if self.loaded.lora is None else self.loaded.lora.names
 
+    @property
+    def cross_encoder(self) -> bool:
+        """Whether the model makes one number of a prompt: how well a query and a document go together."""
+        return self.loaded.architecture.endswith(CLASSIFIER) and self.loaded.hidden_size == 1
+
     def default_params(self, **fields: Any) -> SamplingParams:
         """The model's own sampling parameters (its generation config; greedy if that does not ask for sampling), with `fields`."""
         return SamplingParams.from_config(self.loaded.generation_config, **fields)
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt: a text gets the special tokens that the model wants, ids stay as they are."""
+        """Token ids of a prompt: a text gets the special tokens that the model wants, ids stay as they are. A pair of texts (tuple)
+        is a query and a document, for a cross-encoder."""
         _check_prompt(prompt)
+        if isinstance(prompt, tuple) and [*map(type, prompt)] == [str, str]:
+            return self.tokenizer.encode_pair(*cast(tuple[str, str], prompt))
         return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
 
     def encode_chat(self, messages: Sequence[Message], **template: Any) -> list[int]:
@@ -214,6 +222,11 @@ class Opened(ABC):
         if not isinstance(pooling, PoolingParams):
             raise InvalidRequestError(f"pooling_params must be PoolingParams, not {params!r:.80}", param="pooling_params")
         return with_options([Request(ids, None, {"pooling": pooling}) for ids in self._encoded(prompts)], options)
+
+    def _judged(self, pairs: Sequence[tuple[str, str]], options: Options) -> list[Request]:
+        if not self.cross_encoder:
+            raise UnsupportedError("this model does not score pairs of texts; compare their embeddings", param="model")
+        return self._pooled(cast(Prompts, [(query, document) for query, document in pairs]), None, options)
 
     def _scored(self, pair: tuple[str, str]) -> Request:
         """Context and continuation as one prompt whose last tokens are scored, cut into tokens as evaluation harnesses do."""
@@ -320,6 +333,10 @@ class LLM(Opened, contextlib.AbstractContextManager["LLM"]):
     ) -> list[RequestOutput]:
         """Embeddings of prompts, as generate() takes them, in the same steps as whatever else runs: see RequestOutput.embedding."""
         return self._complete(self._pooled(prompts, pooling_params, options))
+
+    def score(self, pairs: Sequence[tuple[str, str]], **options: Unpack[Options]) -> list[float]:
+        """How well each (query, document) goes together, 0 to 1, by a cross-encoder; UnsupportedError if the model is none."""
+        return [relevance(output) for output in self._complete(self._judged(pairs, options))]
 
     def loglikelihood(self, pairs: Sequence[tuple[str, str]], **options: Unpack[Options]) -> list[tuple[float, bool]]:
         """For each (context, continuation): the sum of the log probabilities of the continuation's tokens, and whether each of them

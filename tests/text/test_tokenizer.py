@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from awkward_strings import awkward_strings
+from encoder_cases import tokenizer_of
 from tiny_tokenizers import byte_level_data, byte_level_gguf, gguf_data, sentencepiece_gguf, sentencepiece_vocabulary
 
 from trivium.errors import CheckpointError, InvalidRequestError, UnsupportedError
@@ -224,9 +225,36 @@ def test_damaged_tokenizer_json_is_refused() -> None:
 
 
 def test_a_decoder_that_is_not_known_is_refused_by_name() -> None:
-    content = json.loads(byte_level_data()["tokenizer_json"]) | {"decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True}}
-    with pytest.raises(UnsupportedError, match="WordPiece"):
+    content = json.loads(byte_level_data()["tokenizer_json"]) | {
+        "decoder": {"type": "CTC", "pad_token": "<pad>", "word_delimiter_token": "|", "cleanup": True}
+    }
+    with pytest.raises(UnsupportedError, match="CTC"):
         Tokenizer.from_data(byte_level_data() | {"tokenizer_json": json.dumps(content)})
+
+
+@pytest.mark.parametrize("kind", ["wordpiece", "unigram", "bytes"])
+def test_encoders_tokenizers_give_texts_and_pairs_the_ids_of_their_package(kind: str) -> None:
+    own = tokenizer_of(kind)
+    tokenizer = Tokenizer.from_data({"kind": "json", "tokenizer_json": own.to_str(), "config": {}, "chat_template": None})
+    text, other = "the quick brown fox jumps", "Paris is lazy"
+    assert tokenizer.encode(text) == own.encode(text).ids
+    assert tokenizer.encode_pair(text, other) == own.encode(text, other).ids
+    assert tokenizer.decode(own.encode(text).ids).strip() == own.decode(own.encode(text).ids).strip()
+
+
+def test_a_pair_goes_through_a_template_that_has_its_roles_and_through_no_other() -> None:
+    by_role = "{{ (messages | selectattr('role', 'eq', 'ROLE') | first).content }}"
+    template = f"{by_role.replace('ROLE', 'query')}?{by_role.replace('ROLE', 'document')}"
+    with_roles = Tokenizer.from_data(byte_level_data() | {"chat_template": template})
+    assert with_roles.encode_pair("a b", "c") == with_roles.encode("a b?c", add_special_tokens=False)
+    plain = Tokenizer.from_data(byte_level_data())
+    assert plain.encode_pair("a b", "c") == [*plain.encode("a b"), *plain.encode("c")]
+
+
+def test_half_of_a_character_in_a_pair_is_refused() -> None:
+    tokenizer = Tokenizer.from_data(byte_level_data())
+    with pytest.raises(InvalidRequestError, match="surrogate"):
+        tokenizer.encode_pair("ok", "a\ud800")
 
 
 def test_an_id_without_a_token_has_no_bytes() -> None:

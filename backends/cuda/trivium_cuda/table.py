@@ -12,7 +12,7 @@ from trivium.ops import Call, Pattern
 from trivium.plugin import Kernel
 from trivium_cuda import eights
 from trivium_cuda.kernels import activations, adapters, attention, experts, norms, recurrent, rotary
-from trivium_cuda.kernels.products import Matrix, product
+from trivium_cuda.kernels.products import product
 from trivium_cuda.kernels.rotary import Store
 from trivium_cuda.sampler import sample
 from trivium_cuda.session import CudaSession, DeviceCarried, DevicePaged

@@ -15,11 +15,12 @@ from typing import Any, NamedTuple
 from trivium.errors import CapacityError, CheckpointError, InvalidRequestError, UnsupportedError
 from trivium.engine.adapters import Adapters
 from trivium.engine.executor import Model
+from trivium.engine.media import Images
+from trivium.engine.pooling import PoolingParams, own_pooling
 from trivium.extensions import blame, expect
 from trivium.kv import Layout, plan_groups
 from trivium.kv.neutral import rotations
-from trivium.engine.media import Images
-from trivium.models import Vision, arrange, build, describe, sight
+from trivium.models import Vision, arrange, build, count, describe, sight
 from trivium.models.lora import Target, with_lora
 from trivium.models.media import MEDIA, Place, with_media
 from trivium.ops import Constant, KVSpec, Program, Weight, rewrite
@@ -123,18 +124,21 @@ class Plan(NamedTuple):
     routes: tuple[tuple[Constant, Weight, WeightFormat, bool], ...]
     max_model_len: int
     targets: Sequence[Target]
+    pooling: PoolingParams
     options: LoadOptions
     vision: Vision | None = None
     place: Place | None = None
 
     @property
     def step_tokens(self) -> int:
-        """Tokens a step: as asked, which the backend must be able to, else STEP_TOKENS or the backend's limit."""
+        """Tokens a step: as asked, which the backend must be able to, else STEP_TOKENS (or, where a sequence must be whole in its
+        step, the longest one) or the backend's limit."""
         asked, limit = self.options.max_num_batched_tokens, self.capabilities.max_batched_tokens
         if asked is not None and limit is not None and asked > limit:
             message = f"max_num_batched_tokens {asked} is over this backend's limit; give {limit} or less, or leave it out"
             raise InvalidRequestError(message, param="max_num_batched_tokens")
-        return asked or min(STEP_TOKENS, limit or STEP_TOKENS)
+        usual = STEP_TOKENS if self.program.states else max(STEP_TOKENS, self.max_model_len)
+        return asked or min(usual, limit or usual)
 
 
 def plan(
@@ -164,6 +168,8 @@ def plan(
         message = f"max_model_len {max_model_len} is more than the model's {positions} positions"
         raise InvalidRequestError(message, param="max_model_len")
     vision, place = sight(checkpoint.config, path) if traced is None else None, None
+    if count(checkpoint.config, "type_vocab_size", 1) > 1 and checkpoint.config.get("sep_token_id") is None:
+        checkpoint.config["sep_token_id"] = Tokenizer.from_data(checkpoint.tokenizer_data()).separator_id
     traced = traced or build(checkpoint.config, max_model_len=max_model_len)
     if chosen.api_version < 2:
         traced = traced.only("logits")
@@ -171,13 +177,14 @@ def plan(
     if options.enable_lora:
         traced, targets = with_lora(traced, options.max_loras, options.max_lora_rank)
     kernels = kernels_of(chosen, device)
-    p = Plan(path, checkpoint, chosen, device, capabilities, traced, traced, (), max_model_len, targets, options, vision)
+    pooling = own_pooling(checkpoint.config["architectures"][0], checkpoint.modules, whole=not traced.states)
+    p = Plan(path, checkpoint, chosen, device, capabilities, traced, traced, (), max_model_len, targets, pooling, options, vision)
     if vision is not None and any(kernel.op == "media_rows" for kernel in kernels):
         traced, place = with_media(traced, p.step_tokens)
     program = rewrite(traced, patterns(kernels), accept=lambda call: accepts(call, kernels))
     p = p._replace(traced=traced, program=program, place=place)
     heads = {c.source for c in program.constants if c.value.name == "lm_head.weight"}
-    tables = {value for call in program.calls if call.name == "embedding" for value in call.args}
+    tables = {value for call in program.calls if call.name.endswith("embedding") for value in call.args}
     return p._replace(routes=tuple(_route(c, c.source in heads, c.value in tables, p) for c in program.constants))
 
 
@@ -257,6 +264,7 @@ def _load_into(
         eos_ids=_eos_ids(p.checkpoint, tokenizer), fingerprint=fingerprint, tokenizer=tokenizer, routes=routes,
         hidden_size=int(program.outputs["hidden"].shape[-1]) if "hidden" in program.outputs else 0,
         generation_config=p.checkpoint.generation_config, architecture=p.checkpoint.config["architectures"][0],
+        pooling=p.pooling,
         lora=_adapters(session, p, weights) if options.enable_lora else None,
         layout=Layout(fingerprint, producer, spec, rotations(p.traced)), media=weights.get(MEDIA), images=None,
     )  # fmt: skip
@@ -276,7 +284,7 @@ def _backend_options(p: Plan) -> dict[str, Any]:
     can, options, tokens = p.capabilities, p.options, p.step_tokens
     rows = options.max_num_seqs * (1 + options.num_speculative_tokens)
     given = {"dtype": _activations(options, can), "max_batched_tokens": tokens, "max_seqs": rows, "max_model_len": p.max_model_len}
-    if can.graph_capture and p.backend.api_version >= 2:
+    if can.graph_capture and p.backend.api_version >= 2 and p.program.states:
         given["graph_sizes"] = _graph_sizes(can, len(p.program.states), min(rows, tokens))
         given |= {"graph_queries": 1 + options.num_speculative_tokens} if can.graph_drafts else {}
     return {**given, "strict": options.strict, **options.backend_options}
@@ -380,6 +388,11 @@ def _pages_for(spec: KVSpec, length: int, chunk: int) -> int:
 def _pool_size(session: Session, spec: KVSpec, p: Plan, program: Program, weights: Mapping[str, Any]) -> tuple[int, int]:
     """(pages, max_model_len): as asked, else what the memory share holds; a context nobody asked for is cut to what fits."""
     options, max_model_len, tokens = p.options, p.max_model_len, p.step_tokens
+    if not spec.groups:
+        if options.max_model_len is not None and max_model_len > tokens:
+            message = f"texts are read whole, in one step: max_model_len {max_model_len} needs max_num_batched_tokens as large"
+            raise InvalidRequestError(message, param="max_model_len")
+        return 0, min(max_model_len, tokens)
     page_bytes = session.page_bytes(spec)
     if options.num_kv_blocks is not None:
         pages = options.num_kv_blocks

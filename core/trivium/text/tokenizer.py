@@ -58,6 +58,7 @@ class Tokenizer:
         self.special_ids = frozenset(index for index, (_, special) in known.added.items() if special)
         self.vocab_size = known.size
         self.bos_id = known.token_id(bos) if bos else None
+        self.separator_id = known.token_id(self.named_tokens.get("sep_token", "[SEP]"))
         separates = {"<|end|>"} if "<|return|>" in self._added.values() else set()  # the messages of one answer
         turns = {i for i in self.special_ids if self._added[i] in _TURN_ENDS - separates}
         self.eos_ids = frozenset(known.ends | turns | {i for i, text in self._added.items() if text == eos})
@@ -104,14 +105,26 @@ class Tokenizer:
         """
         if not isinstance(text, str):
             raise InvalidRequestError(f"a prompt is text (str), not {type(text).__name__}", param="prompt")
+        ids = self._encode(text, add_special_tokens=add_special_tokens)
+        return ids[1:] if add_special_tokens and self._adds_bos and ids[:2] == [self.bos_id] * 2 else ids
+
+    def encode_pair(self, first: str, second: str) -> list[int]:
+        """Token ids of a query and a document as a cross-encoder reads them: by the chat template if it has these two roles, else
+        with the special tokens that the tokenizer puts around pairs."""
+        if self.chat_template is not None and {"query", "document"} <= self._chat_template(None, False).words:
+            return self.encode_chat([{"role": "query", "content": first}, {"role": "document", "content": second}])
+        return self._encode((first, second))
+
+    def _encode(self, given: str | tuple[str, str], *, add_special_tokens: bool = True) -> list[int]:
         try:
-            [found] = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)  # of its calls the one without GIL
+            [found] = self._backend.encode_batch([given], add_special_tokens=add_special_tokens)  # of its calls the one without GIL
         except (UnicodeEncodeError, TypeError) as error:
+            text = "".join(given)
             place = next((i for i, char in enumerate(text) if "\ud800" <= char <= "\udfff"), 0)
             message = f"the text is not valid Unicode: character {place} is half of a surrogate pair ({text[place]!a}); replace it"
             raise InvalidRequestError(message, param="prompt") from error
         ids: list[int] = found.ids
-        return ids[1:] if add_special_tokens and self._adds_bos and ids[:2] == [self.bos_id] * 2 else ids
+        return ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of `ids`, nothing added between tokens; bytes that form no character become U+FFFD."""
@@ -277,17 +290,18 @@ class _Spelling:
     def __init__(self, state: Mapping[str, Any]) -> None:
         steps: list[dict[str, Any]] = state.get("decoders", [state] if state else [])
         kinds = {step["type"] for step in steps}
-        unknown = kinds - {"ByteLevel", "Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}
+        unknown = kinds - {"ByteLevel", "Replace", "ByteFallback", "Fuse", "Strip", "Metaspace", "WordPiece"}
         if unknown or not kinds:
             message = f"the tokenizer's decoder ({', '.join(sorted(kinds)) or 'none'}) is not supported"
-            raise UnsupportedError(f"{message}; supported are byte-level and SentencePiece-like ones")
+            raise UnsupportedError(f"{message}; supported are byte-level, SentencePiece-like and WordPiece ones")
         self._bytes = _byte_alphabet() if "ByteLevel" in kinds else None
         self._fallback = "ByteFallback" in kinds
+        self._joiner = next((step["prefix"] for step in steps if step["type"] == "WordPiece"), None)
         self._replace = [(step["pattern"]["String"], step["content"]) for step in steps if step["type"] == "Replace"]
         blanks = [step for step in steps if step["type"] == "Metaspace"]
         self._replace += [(step["replacement"], " ") for step in blanks]
         self.strips = any(step["type"] == "Strip" and step["start"] > 0 for step in steps)
-        self.strips |= any(step.get("prepend_scheme", "always") != "never" for step in blanks)
+        self.strips |= any(step.get("prepend_scheme", "always") != "never" for step in blanks) or self._joiner is not None
 
     def spell(self, token: str, *, added: bool) -> bytes:
         if self._bytes is not None:
@@ -295,6 +309,8 @@ class _Spelling:
             return bytes(self._bytes[char] for char in token) if whole else token.encode()
         if self._fallback and len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
             return bytes.fromhex(token[3:5])
+        if self._joiner is not None:
+            token = token.removeprefix(self._joiner) if token.startswith(self._joiner) else f" {token}"
         for old, new in self._replace:
             token = token.replace(old, new)
         return token.encode()

@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,8 @@ class Checkpoint:
 
     config and generation_config: as in config.json and generation_config.json. fingerprint: SHA-256 over configuration, headers and
     samples of the data; cheap, and it tells models apart. tensors: by canonical name, each made when it is called. tokenizer: gives
-    tokenizer_data().
+    tokenizer_data(). modules: those of sentence-transformers that a folder's modules.json lists, by class, each with its
+    configuration.
     """
 
     path: Path
@@ -47,6 +48,7 @@ class Checkpoint:
     fingerprint: str
     tensors: Tensors
     tokenizer: Callable[[], Json]
+    modules: Mapping[str, Json] = field(default_factory=dict)
 
     def tensor(self, name: str) -> Weight:
         """One tensor. A tied lm_head.weight is the embedding. CheckpointError if the checkpoint has none of that name."""
@@ -112,7 +114,12 @@ def _open_file(path: Path) -> Checkpoint:
 
 
 def _open_folder(folder: Path) -> Checkpoint:
-    config, files = read_json(folder / "config.json"), find_tensors(folder)
+    config, files, modules = read_json(folder / "config.json"), find_tensors(folder), _modules(folder)
+    if "LogitScore" in modules:  # a decoder that ranks by the logits of two words
+        config["architectures"] = [
+            str(a).replace("ForCausalLM", "ForSequenceClassification") for a in config.get("architectures") or ()
+        ]
+        config["logit_score"] = modules["LogitScore"]
     tensors: dict[str, Callable[[], Weight]] = {}
     for stored, file in files.items():
         name = canonical_name(stored)
@@ -130,7 +137,7 @@ def _open_folder(folder: Path) -> Checkpoint:
     parts = sorted({(file.path.name, file.fingerprint) for file in files.values()})
     fingerprint = hashlib.sha256(json.dumps([config, parts], sort_keys=True).encode()).hexdigest()
     generation_config = read_json(generation) if generation.exists() else {}
-    return Checkpoint(folder, config, generation_config, fingerprint, tensors, partial(_folder_tokenizer, folder))
+    return Checkpoint(folder, config, generation_config, fingerprint, tensors, partial(_folder_tokenizer, folder), modules)
 
 
 def _described(folder: Path) -> Json:
@@ -172,6 +179,18 @@ def canonical_name(name: str) -> str:
 def read_json(path: Path) -> Json:
     """A JSON object from a file; CheckpointError if it is missing, larger than MAX_JSON, or anything else."""
     return parse_json(_read_text(path), str(path))
+
+
+def _modules(folder: Path) -> dict[str, Json]:
+    path = folder / "modules.json"
+    if not path.is_file():
+        return {}
+    listed = parse_json(f'{{"modules": {_read_text(path)}}}', str(path))["modules"]
+    try:
+        files = {str(m["type"]).rpartition(".")[2]: folder / Path(m["path"]).name / "config.json" for m in listed}
+    except (TypeError, KeyError) as e:
+        raise CheckpointError(f"{path} is no list of modules with type and path") from e
+    return {name: read_json(file) if name != "Transformer" and file.is_file() else {} for name, file in files.items()}
 
 
 def _read_text(path: Path) -> str:
