@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -189,11 +191,18 @@ PREFILL_ONLY = {"nemotron-h-latent"}
 
 def oracle_model(name: str, folder: Path) -> Any:
     """transformers' model of the case with seeded numbers, which is saved to `folder`."""
+    model = make_model(name)
+    model.save_pretrained(folder)
+    return model
+
+
+def make_model(name: str, more: Mapping[str, Any] = MappingProxyType({})) -> Any:
+    """transformers' model of the case, `more` changed, with seeded numbers."""
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     torch.set_num_threads(1)
     family, sizes = CASES[name]
     kind = getattr(transformers, f"{family}TextConfig", None) or getattr(transformers, f"{family}Config")
-    config = kind(**{**_SIZES, **sizes})
+    config = kind(**{**_SIZES, **sizes, **more})
     config._attn_implementation = "eager"
     torch.manual_seed(len(name))
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
@@ -204,7 +213,6 @@ def oracle_model(name: str, folder: Path) -> Any:
             noise = torch.empty_like(parameter).normal_(generator=generator)
             flat = parameter.dim() < 2 and not key.endswith("A_log")  # decays near one: the oracle sums up their logarithms
             parameter.data.copy_(parameter.data * flat + noise * (0.1 if flat else 1.2 * parameter.shape[-1] ** -0.5))
-    model.save_pretrained(folder)
     return model
 
 

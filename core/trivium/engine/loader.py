@@ -19,6 +19,7 @@ from trivium.extensions import blame, expect
 from trivium.kv import Layout, plan_groups
 from trivium.kv.neutral import rotations
 from trivium.models import arrange, build, describe
+from trivium.models.decoder import HIDDEN
 from trivium.models.lora import Target, with_lora
 from trivium.ops import Constant, KVSpec, Program, Weight, rewrite
 from trivium.plugin import Backend, Capabilities, Device, Executable, Session, WeightFormat, resolve as resolve_backend
@@ -79,7 +80,8 @@ class Route(NamedTuple):
 
 @dataclass(frozen=True)
 class Loaded(Model):
-    """A model that is ready to run on one device, and what became of its files. `traced`: the Program before fusion."""
+    """A model that is ready to run on one device, and what became of its files. `traced`: the Program before fusion. `inlet`: what
+    the backend has loaded of the constant HIDDEN, if it is a draft head."""
 
     name: str
     device: Device
@@ -91,6 +93,7 @@ class Loaded(Model):
     generation_config: Mapping[str, Any]
     routes: tuple[Route, ...]
     architecture: str
+    inlet: Any
 
     def summary(self) -> str:
         """One line: which weights went which way, and the page pool."""
@@ -176,9 +179,10 @@ def load(
     with blame(f"backend {p.backend.name!r}: open()"):
         session: Session = expect(Session, p.backend.open(p.device, given), f"backend {p.backend.name!r}: open()")
     try:
-        if p.options.enable_lora and type(session).assign is Session.assign:
-            message = f"the backend {p.backend.name} can't change a weight that it has loaded, which adapters need"
-            raise UnsupportedError(message, param="enable_lora")
+        changing = p.options.enable_lora or any(c.value.name == HIDDEN for c in p.program.constants)
+        if changing and type(session).assign is Session.assign:
+            message = f"the backend {p.backend.name} can't change a weight that it has loaded, which adapters and draft heads need"
+            raise UnsupportedError(message, param="enable_lora" if p.options.enable_lora else "speculative")
         with blame(f"backend {p.backend.name!r}: loading {model}"):
             return _load_into(session, model, p, words, given["dtype"], progress)
     except BaseException:
@@ -213,7 +217,7 @@ def _load_into(
         eos_ids=_eos_ids(p.checkpoint, tokenizer), fingerprint=fingerprint, tokenizer=tokenizer, routes=routes,
         hidden_size=int(program.outputs["hidden"].shape[-1]) if "hidden" in program.outputs else 0,
         generation_config=p.checkpoint.generation_config, architecture=p.checkpoint.config["architectures"][0],
-        lora=_adapters(session, p, weights) if options.enable_lora else None,
+        inlet=weights.get(HIDDEN), lora=_adapters(session, p, weights) if options.enable_lora else None,
         layout=Layout(fingerprint, producer, spec, rotations(p.traced)),
     )  # fmt: skip
 
