@@ -13,7 +13,7 @@ from trivium.ops import Value
 
 
 class HeadDecoder(Decoder):
-    """A Decoder of such a head: its layer is number `info.layers`. final: what its last norm is called; norms have `norm_offset`."""
+    """A Decoder of such a head, whose layer is number `info.layers`. final: what its last norm is called."""
 
     def __init__(self, info: ModelInfo, max_model_len: int | None, final: str, *, norm_offset: float = 0.0) -> None:
         super().__init__(info, max_model_len, norm_offset=norm_offset)
@@ -30,8 +30,8 @@ class HeadDecoder(Decoder):
         return self.linear(both, projection, self.info.hidden_size)
 
     def _hidden(self, x: Value) -> Value:
-        """h[tokens, hidden], the rows adapters[t] of HIDDEN, read as `lora` reads an adapter's: x · 0 + 1 · row. So every backend that
-        can have adapters can have this."""
+        """h[tokens, hidden], the rows adapters[t] of HIDDEN, read as `lora` reads an adapter's: x · 0 + 1 · row. So any
+        backend that can have adapters can have this."""
         ones = self.op("linear", x, self.b.array("nothing", np.zeros((1, self.info.hidden_size))), self.b.array("one", np.ones(1)))
         factors = self.b.array("draft.ones", np.ones((DRAFT_ROWS, 1, 1)))
         rows = self.b.array(HIDDEN, np.zeros((DRAFT_ROWS, 1, self.info.hidden_size)))

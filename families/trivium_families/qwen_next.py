@@ -48,7 +48,7 @@ def read(architecture: str, config: RawConfig) -> ModelInfo:
 def build_next(info: ModelInfo, max_model_len: int | None) -> Program:
     """Qwen3-Next: a gated delta rule in three layers of four, gated attention in the fourth; experts beside a gated shared one."""
     d = Decoder(info, max_model_len, norm_offset=1.0)
-    return _layers(d, _sparse(d))
+    return _layers(d, sparse(d))
 
 
 def build_dense(info: ModelInfo, max_model_len: int | None) -> Program:
@@ -60,7 +60,7 @@ def build_dense(info: ModelInfo, max_model_len: int | None) -> Program:
 def draft_next(info: ModelInfo, max_model_len: int | None) -> Program:
     """The head of Qwen3-Next and of Qwen3.5 with experts."""
     d = _head(info, max_model_len)
-    return _head_layer(d, _sparse(d))
+    return _head_layer(d, sparse(d))
 
 
 def draft_dense(info: ModelInfo, max_model_len: int | None) -> Program:
@@ -172,7 +172,7 @@ def _decay(d: Decoder, x: Value, at: str, heads: int) -> Value:
     return d.op("reshape", g, shape=("tokens", heads))
 
 
-def _sparse(d: Decoder) -> Callable[[int, Value], Value]:
+def sparse(d: Decoder) -> Callable[[int, Value], Value]:
     """Experts in every `decoder_sparse_step`-th layer that is not among `mlp_only_layers`, beside one that all tokens see through
     a gate of its own."""
     config = d.info.config
@@ -194,8 +194,9 @@ def _sparse(d: Decoder) -> Callable[[int, Value], Value]:
 
 
 def arrange(config: RawConfig, tensors: Mapping[str, Make]) -> Mapping[str, Make]:
-    """The layer of the head for multi-token prediction behind the others; experts stacked; A_log as the rates of decay, dt_bias as the bias of in_proj_a, convolutions [channels, width]; in_proj_qkvz
-    and in_proj_ba, whose rows stand by key heads, as in_proj_qkv, in_proj_z, in_proj_b and in_proj_a."""
+    """Experts stacked; A_log as the rates of decay, dt_bias as the bias of in_proj_a, convolutions [channels, width]; in_proj_qkvz
+    and in_proj_ba, whose rows stand by key heads, as in_proj_qkv, in_proj_z, in_proj_b and in_proj_a; the layer of the head for
+    multi-token prediction behind the others."""
     text = {**DEFAULTS, **config, **table(config, "text_config")}
     layer, arranged = f"model.layers.{count(text, 'num_hidden_layers')}.", dict[str, Make]()
     tensors = {_HEAD.sub(layer, name): make for name, make in tensors.items()}

@@ -85,8 +85,8 @@ def test_drafts_of_a_random_head_change_no_token(case: tuple[Head, Path], backen
 
 @pytest.fixture(scope="module")
 def certain(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model without thoughts, token t of the first 48 followed by t + 1, around and around; and a head that turns the hidden state
-    of a token into that of the next one, and sees nothing else: it is right as long as every state comes to its own token."""
+    """A model without thoughts, token t of the first 48 followed by t + 1, around and around; and a head that turns the hidden
+    state of a token into that of the next one, and sees nothing else: it is right as long as every state comes to its own token."""
     import torch
     from safetensors.torch import load_file, save_file
 
