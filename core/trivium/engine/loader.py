@@ -21,6 +21,7 @@ from trivium.extensions import blame, expect
 from trivium.kv import Layout, plan_groups
 from trivium.kv.neutral import rotations
 from trivium.models import Vision, arrange, build, count, describe, sight
+from trivium.models.decoder import HIDDEN
 from trivium.models.lora import Target, with_lora
 from trivium.models.media import MEDIA, Place, with_media
 from trivium.ops import Constant, KVSpec, Program, Weight, rewrite
@@ -84,7 +85,8 @@ class Route(NamedTuple):
 
 @dataclass(frozen=True)
 class Loaded(Model):
-    """A model that is ready to run on one device, and what became of its files. `traced`: the Program before fusion."""
+    """A model that is ready to run on one device, and what became of its files. `traced`: the Program before fusion. `inlet`: what
+    the backend has loaded of the constant HIDDEN, if it is a draft head."""
 
     name: str
     device: Device
@@ -96,6 +98,7 @@ class Loaded(Model):
     generation_config: Mapping[str, Any]
     routes: tuple[Route, ...]
     architecture: str
+    inlet: Any
 
     def close(self) -> None:
         """Closes the session, and that of the tower."""
@@ -196,14 +199,15 @@ def load(
     what to change."""
     p = plan(model, backend, options, progress=progress is not None, traced=traced)
     given, words = _backend_options(p), p.checkpoint.tokenizer_data()
+    changing = p.options.enable_lora or any(c.value.name == HIDDEN for c in p.program.constants)
     with contextlib.ExitStack() as opened:
         tower, refusal = _load_tower(p, opened)
         with blame(f"backend {p.backend.name!r}: open()"):
             session: Session = expect(Session, p.backend.open(p.device, given), f"backend {p.backend.name!r}: open()")
         opened.callback(_quietly, session.close)
-        if p.options.enable_lora and type(session).assign is Session.assign:
-            message = f"the backend {p.backend.name} can't change a weight that it has loaded, which adapters need"
-            raise UnsupportedError(message, param="enable_lora")
+        if changing and type(session).assign is Session.assign:
+            message = f"the backend {p.backend.name} can't change a weight that it has loaded, which adapters and draft heads need"
+            raise UnsupportedError(message, param="enable_lora" if p.options.enable_lora else "speculative")
         with blame(f"backend {p.backend.name!r}: loading {model}"):
             loaded = _load_into(session, model, p, words, given["dtype"], progress)
         opened.pop_all()
@@ -264,7 +268,7 @@ def _load_into(
         eos_ids=_eos_ids(p.checkpoint, tokenizer), fingerprint=fingerprint, tokenizer=tokenizer, routes=routes,
         hidden_size=int(program.outputs["hidden"].shape[-1]) if "hidden" in program.outputs else 0,
         generation_config=p.checkpoint.generation_config, architecture=p.checkpoint.config["architectures"][0],
-        pooling=p.pooling,
+        inlet=weights.get(HIDDEN), pooling=p.pooling,
         lora=_adapters(session, p, weights) if options.enable_lora else None,
         layout=Layout(fingerprint, producer, spec, rotations(p.traced)), media=weights.get(MEDIA), images=None,
     )  # fmt: skip

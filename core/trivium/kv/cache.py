@@ -24,9 +24,9 @@ class Stream:
 
     length: tokens known. computed: how many of them are in the cache. row: in the block tables, -1: it holds no pages. blocks:
     columns of its row that have pages, in every paged group; first[g]: first of them that is still held in group g. forked: pages
-    that it will write may have other owners, see KVCache.fork(), or are kept before drafts. parcel: what another engine computed, until
-    it is admitted. given: how many tokens it came with. media: which of them stand for something else. kept: pages of the recurrent
-    groups with the states after `kept_at` tokens (-1: none), see KVCache.keeps(). branch: end of the longest prefix that others had.
+    that it will write may have other owners, see KVCache.fork(). parcel: what another engine computed, until it is admitted. given:
+    how many tokens it came with. media: which of them stand for something else. kept: pages of the recurrent groups with the states
+    after `kept_at` tokens (-1: none), see KVCache.keeps(). branch: end of the longest prefix that others had.
     """
 
     def __init__(self, tokens: Sequence[int], root: bytes) -> None:
