@@ -11,14 +11,13 @@ from dataclasses import replace
 from trivium.errors import CheckpointError
 from trivium.models import ARCHITECTURES, Family, ModelInfo, RawConfig, table
 from trivium.ops import Builder, Program, Value, new_builder
-
 from trivium_families.encoders import labels
+from trivium_families.llama_kin import MISTRAL
 from trivium_families.plugin import Hook
 
 
-def without_head(name: str) -> Hook:
-    """The family of the architecture `name`, its logits those of a head that is tied to the embedding."""
-    whole = ARCHITECTURES[name]
+def without_head(whole: Family) -> Hook:
+    """The family `whole`, its logits those of a head that is tied to the embedding."""
 
     def read(architecture: str, config: RawConfig) -> ModelInfo:
         return whole.read(architecture, {**config, "tie_word_embeddings": True})
@@ -30,10 +29,9 @@ def without_head(name: str) -> Hook:
     return Hook(Family(build, whole.defaults, read))
 
 
-def classifying(name: str) -> Hook:
-    """The family of the architecture `name` whose last hidden states go through a projection to classes, or (`logit_score`, as the
+def classifying(whole: Family) -> Hook:
+    """The family `whole`, whose last hidden states go through a projection to classes, or (`logit_score`, as the
     module LogitScore of sentence-transformers has it) to the logit of one token less that of another."""
-    whole = ARCHITECTURES[name]
 
     def read(architecture: str, config: RawConfig) -> ModelInfo:
         tied = {} if "logit_score" in config else {"tie_word_embeddings": True}
@@ -84,11 +82,11 @@ def _logit_score(b: Builder, hidden: Value, info: ModelInfo, program: Program) -
     return b.add(yes, b.scale(logit("false_token_id"), factor=-1.0))  # type: ignore[no-any-return]
 
 
-llama = without_head("LlamaForCausalLM")
-mistral = without_head("MistralForCausalLM")
-qwen2 = without_head("Qwen2ForCausalLM")
-qwen3 = without_head("Qwen3ForCausalLM")
-llama_classes = classifying("LlamaForCausalLM")
-mistral_classes = classifying("MistralForCausalLM")
-qwen2_classes = classifying("Qwen2ForCausalLM")
-qwen3_classes = classifying("Qwen3ForCausalLM")
+llama = without_head(ARCHITECTURES["LlamaForCausalLM"])
+mistral = without_head(MISTRAL)
+qwen2 = without_head(ARCHITECTURES["Qwen2ForCausalLM"])
+qwen3 = without_head(ARCHITECTURES["Qwen3ForCausalLM"])
+llama_classes = classifying(ARCHITECTURES["LlamaForCausalLM"])
+mistral_classes = classifying(MISTRAL)
+qwen2_classes = classifying(ARCHITECTURES["Qwen2ForCausalLM"])
+qwen3_classes = classifying(ARCHITECTURES["Qwen3ForCausalLM"])

@@ -41,10 +41,8 @@ class Family(NamedTuple):
 
 ARCHITECTURES: Mapping[str, Family] = {
     "LlamaForCausalLM": Family(llama.build_llama, llama.LLAMA_DEFAULTS),
-    "MistralForCausalLM": Family(llama.build_mistral, llama.MISTRAL_DEFAULTS),
     "Qwen2ForCausalLM": Family(llama.build_qwen2, llama.QWEN2_DEFAULTS),
     "Qwen3ForCausalLM": Family(llama.build_qwen3, llama.QWEN3_DEFAULTS),
-    "Phi3ForCausalLM": Family(llama.build_phi3, llama.PHI3_DEFAULTS),
 }
 
 
