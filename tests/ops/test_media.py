@@ -77,3 +77,7 @@ def test_a_program_gets_a_place_for_as_many_rows_as_a_step_has_tokens():
 def test_a_program_that_looks_up_its_tokens_twice_is_refused():
     with pytest.raises(ProgramError, match="one table"):
         with_media(program(2), 100)
+
+
+def test_no_rows_make_no_blocks():
+    assert OPERATORS["gather_blocks"](np.zeros((8, 3), np.float32), np.zeros(0, np.int32), count=4).shape == (0, 12)
