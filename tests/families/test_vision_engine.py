@@ -182,6 +182,31 @@ def test_samples_and_drafts_see_the_same_image(case: Case) -> None:
         assert tokens(llm.chat(CHATS, GREEDY)) == case.made
 
 
+def test_beams_that_are_preempted_see_their_image_again(case: Case) -> None:
+    import torch
+
+    given = oracle_inputs(oracle_processor(), CHATS[1])
+    model = make_vision_model(case.folder.with_name("beams"), case.folder.name)
+    with torch.inference_mode():
+        options = {"num_beams": 3, "num_return_sequences": 3, "max_new_tokens": MADE, "do_sample": False, "pad_token_id": 0}
+        want = model.generate(**given, **options)[:, given["input_ids"].shape[1] :].tolist()
+    beams = SamplingParams(max_tokens=MADE, beam_width=3, n=3, ignore_eos=True)
+    with opened(case, block_size=8) as llm:
+        assert [list(o.token_ids) for o in llm.chat(CHATS[1], beams)[0].outputs] == want
+    with opened(case, num_kv_blocks=20, block_size=8, max_model_len=145, enable_prefix_caching=False) as llm:
+        ids, spans = llm._read_chat(CHATS[1], {})
+        number = llm.engine.add_request(ids, beams, media=spans, priority=5)
+        for _ in range(4):
+            llm.engine.step()
+        assert all(beam.seq.media == spans for beam in llm.engine._requests[number].completions)
+        later = llm.engine.add_request((case.ids[2] * 3)[:120], GREEDY)
+        outputs = {}
+        while llm.engine.has_unfinished():
+            outputs.update({output.request_id: output for output in llm.engine.step()})
+        assert later in outputs and llm.engine.stats.preemptions > 0
+        assert [list(o.token_ids) for o in outputs[number].outputs] == want
+
+
 def test_a_prompt_that_is_cut_shows_what_is_left_of_its_images(case: Case) -> None:
     import torch
 
