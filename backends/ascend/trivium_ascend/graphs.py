@@ -30,7 +30,8 @@ from trivium_torch.pages import GroupStep
 
 CAPTURABLE = frozenset({
     "embedding", "linear", "head_linear", "add", "mul", "scale", "softcap", "rms_norm", "layer_norm", "activation", "gated", "rope",
-    "reshape", "slice", "concat", "gather_rows", "kv_write", "latent_write", "add_norm", "gate_up", "rope_write", "moe_route",
+    "reshape", "slice", "concat", "gather_rows", "text_ids", "media_rows", "kv_write", "latent_write", "add_norm", "gate_up",
+    "rope_write", "moe_route",
 })  # fmt: skip
 """Operators and patterns of which every kernel keeps to the device. Attention and experts: only the fused kernels."""
 FUSED_ONLY = frozenset({"paged_attention", "latent_attention", "moe_experts"})

@@ -106,7 +106,7 @@ class Intake:
         refusal = "this model takes text only, no images" if self.model.images is None else self.model.images.refusal
         if media and refusal:
             raise UnsupportedError(refusal, param="messages")
-        if any(not a.start < a.stop <= b for a, b in zip(media, [*(span.start for span in media[1:]), length])):
+        if any(not 0 <= a.start < a.stop <= b for a, b in zip(media, [*(span.start for span in media[1:]), length])):
             raise InvalidRequestError("what stands for images must be in order, and within the prompt", param="media")
         return media
 
