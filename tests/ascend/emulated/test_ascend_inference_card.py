@@ -58,11 +58,14 @@ def test_w8a8_is_fused_where_the_checkpoint_has_scales_for_inputs(npu, tmp_path)
     how = {"sizes": {"hidden_size": 64, "intermediate_size": 128, "head_dim": 64}, "step": 0.04}
     static, plain, *_ = modelslim_pair(tmp_path / "static", "W8A8", **how)
     dynamic, *_ = modelslim_pair(tmp_path / "dynamic", "W8A8_DYNAMIC", **how)
-    w8a8 = {"quantize": "w8a8"}
-    by_scale, by_token, four = on_card((static, w8a8), (dynamic, w8a8), (plain, {"quantize": "int4"}))
-    for _, tokens, _, _ in (by_scale, by_token, four):
+    eight, four = {"quantize": "w8a8"}, {"quantize": "int4"}
+    by_scale, by_token, of_four = on_card((static, eight), (dynamic, eight), (plain, four))
+    for _, tokens, _, _ in (by_scale, by_token, of_four):
         assert [len(t) for t in tokens] == [6] * 4
     assert by_scale[2]["aclnnQuantMatmulV5"] and by_scale[2]["aclnnQuantize"] and by_scale[2]["aclnnAddRmsNormQuantV2"]
-    for _, _, calls, _ in (by_token, four):  # no rounding token by token, no 4 bits: weights of 8, inputs as they are
+    for _, _, calls, _ in (
+        by_token,
+        four,
+    ):  # neither rounding token by token nor 4 bits are there: weights of 8, inputs as they are
         assert calls["aclnnWeightQuantBatchMatmulV2"] and "aclnnQuantMatmulV5" not in calls
     assert by_token[1] == on_host(dynamic)
