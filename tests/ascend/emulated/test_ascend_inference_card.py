@@ -63,9 +63,6 @@ def test_w8a8_is_fused_where_the_checkpoint_has_scales_for_inputs(npu, tmp_path)
     for _, tokens, _, _ in (by_scale, by_token, of_four):
         assert [len(t) for t in tokens] == [6] * 4
     assert by_scale[2]["aclnnQuantMatmulV5"] and by_scale[2]["aclnnQuantize"] and by_scale[2]["aclnnAddRmsNormQuantV2"]
-    for _, _, calls, _ in (
-        by_token,
-        four,
-    ):  # neither rounding token by token nor 4 bits are there: weights of 8, inputs as they are
+    for _, _, calls, _ in (by_token, of_four):  # no rounding token by token, no 4 bits: weights of 8, inputs as they are
         assert calls["aclnnWeightQuantBatchMatmulV2"] and "aclnnQuantMatmulV5" not in calls
     assert by_token[1] == on_host(dynamic)
