@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from trivium.errors import CapacityError, CheckpointError, InvalidRequestError, UnsupportedError
 from trivium.engine.adapters import Adapters
@@ -24,7 +24,7 @@ from trivium.models import Vision, arrange, build, count, describe, sight
 from trivium.models.decoder import HIDDEN
 from trivium.models.lora import Target, with_lora
 from trivium.models.media import MEDIA, Place, with_media
-from trivium.ops import Constant, KVSpec, Program, Weight, rewrite
+from trivium.ops import Call, Constant, KVSpec, Operator, Program, Value, Weight, rewrite
 from trivium.plugin import Backend, Capabilities, Device, Executable, Session, WeightFormat, resolve as resolve_backend
 from trivium.plugin.guard import capabilities_of, kernels_of
 from trivium.plugin.select import accepts, patterns
@@ -187,8 +187,8 @@ def plan(
     program = rewrite(traced, patterns(kernels), accept=lambda call: accepts(call, kernels))
     p = p._replace(traced=traced, program=program, place=place)
     heads = {c.source for c in program.constants if c.value.name == "lm_head.weight"}
-    tables = {value for call in program.calls if call.name.endswith("embedding") for value in call.args}
-    return p._replace(routes=tuple(_route(c, c.source in heads, c.value in tables, p) for c in program.constants))
+    parts = _parts(traced)
+    return p._replace(routes=tuple(_route(c, c.source in heads, parts.get(c.value.name), p) for c in program.constants))
 
 
 def load(
@@ -309,9 +309,32 @@ def _check_choice(param: str, value: str | None, possible: tuple[str, ...], capa
         raise InvalidRequestError(f"{param} {value!r}: {reason}; choose from auto, {known}", param=param)
 
 
-def _route(constant: Constant, head: bool, embeds: bool, p: Plan) -> tuple[Constant, Weight, WeightFormat, bool]:
+def _parts(program: Program) -> dict[str, str]:
+    """The part (embedding or linear) of the constants that may be rounded, by name: matrices of products, unless an operator does
+    something else with them, too, or what they give decides (see ops.schema), or they have one column, which makes a number each
+    what a scale would be."""
+    made = {value: call for call in program.calls for value in call.results}
+    deciding = [value for call in program.calls for value in _marked(call, "!")]
+    kept = {value for call in program.calls for value in (*_marked(call, ""), *_marked(call, "!"))}
+    while deciding:
+        if call := made.get(deciding.pop()):
+            matrices = _marked(call, "*")
+            kept.update(matrices)
+            deciding += () if matrices else _marked(call, "")
+    found = ((value, call.name) for call in program.calls for value in _marked(call, "*"))
+    rounded = ((value.name, name) for value, name in found if value not in kept and value.shape[-1:] != (1,))
+    return {constant: "embedding" if name == "embedding" else "linear" for constant, name in rounded}
+
+
+def _marked(call: Call, mark: str) -> list[Value]:
+    """The arguments that the operator's signature marks so."""
+    args = cast(Operator, call.op).signature.args
+    return [value for arg, value in zip(args, call.args) if value is not None and arg.mark == mark]
+
+
+def _route(constant: Constant, head: bool, part: str | None, p: Plan) -> tuple[Constant, Weight, WeightFormat, bool]:
     """The constant, its (sliced) checkpoint tensor, its resident format and whether that is lossless. `head`: the tensor is that of
-    the output projection; `embeds`: the constant is an embedding's table."""
+    the output projection; `part`: which `quantize` speaks of the constant, None if that must not round it."""
     formats, checkpoint = {f.name: f for f in p.capabilities.weight_formats}, p.checkpoint
     if constant.array is not None:
         array = constant.array
@@ -321,26 +344,28 @@ def _route(constant: Constant, head: bool, embeds: bool, p: Plan) -> tuple[Const
         weight = weight.slice_rows(*constant.rows)
     if weight.shape != constant.value.shape:
         raise CheckpointError(f"{constant.source} has the shape {weight.shape}; the configuration says {constant.value.shape}")
-    chosen = _choose_format(weight, head, embeds, formats, p)
+    chosen = _choose_format(weight, head, part, formats, p)
     return constant, weight, chosen, chosen.name == "float32" or weight.format in chosen.lossless_from
 
 
-def _choose_format(weight: Weight, head: bool, embeds: bool, formats: Mapping[str, WeightFormat], p: Plan) -> WeightFormat:
-    name = "float32" if len(weight.shape) < 2 else _quantised(weight, head, embeds, formats, p)
+def _choose_format(weight: Weight, head: bool, part: str | None, formats: Mapping[str, WeightFormat], p: Plan) -> WeightFormat:
+    name = "float32" if len(weight.shape) < 2 else _quantised(weight, head, part, formats, p)
     if name == "auto" and p.options.dtype != "auto":
         name = p.options.dtype if p.options.dtype in formats else "float32"
     lossless = (f for f in formats.values() if weight.format in f.lossless_from)
     return next(lossless, formats["float32"]) if name == "auto" else formats[name]
 
 
-def _quantised(weight: Weight, head: bool, embeds: bool, formats: Mapping[str, WeightFormat], p: Plan) -> str:
+def _quantised(weight: Weight, head: bool, part: str | None, formats: Mapping[str, WeightFormat], p: Plan) -> str:
     """The format that `quantize` gives to a weight, or "auto". A table that is not named is the head that it is tied to, else as
     stored; a head that is not named is held as the projections are, but in 8 bits or more unless it is stored in fewer."""
     parts = _quantised_parts(p.options.quantize)
-    part = "embedding" if embeds and (not head or "embedding" in parts) else "lm_head" if head else "linear"
+    if wrong := [name for name in parts.values() if name not in (*formats, "auto")]:
+        raise InvalidRequestError(f"quantize {wrong[0]!r} is not a format here; {', '.join(formats)} are", param="quantize")
+    if part is None:
+        return "auto"
+    part = "lm_head" if head and (part == "linear" or "embedding" not in parts) else part
     name = parts.get(part, "auto" if part == "embedding" else parts.get("linear", "auto"))
-    if name not in (*formats, "auto"):
-        raise InvalidRequestError(f"quantize {name!r} is not a format here; {', '.join(formats)} are", param="quantize")
     if part == "lm_head" not in parts and name != "auto" and formats[name].bits < 8:
         return next(f.name for f in formats.values() if weight.format in f.lossless_from or f.bits >= 8)
     return name

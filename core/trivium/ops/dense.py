@@ -14,7 +14,7 @@ from trivium.ops.schema import Shape
 
 
 @operator(
-    "token_ids[tokens]:int32, weight[vocab, hidden]:weight -> y[tokens, hidden]",
+    "token_ids[tokens]:int32, weight[vocab, hidden]:weight* -> y[tokens, hidden]",
     {"token_ids": lambda d: d.integers(11)}, {"token_ids": lambda d: d.integers(11), "scale": 0.5},
 )  # fmt: skip
 def embedding(token_ids: Array, weight: Array, *, scale: float = 1.0) -> Array:
@@ -34,7 +34,7 @@ def segment_embedding(token_ids: Array, weight: Array, query_starts: Array, *, s
     return np.asarray(weight[np.minimum(before[:-1] - first, len(weight) - 1)])
 
 
-@operator("x[..., in], weight[out, in]:weight, bias[out]:weight? -> y[..., out]", {"bias": None}, {}, tolerance=4)
+@operator("x[..., in], weight[out, in]:weight*, bias[out]:weight? -> y[..., out]", {"bias": None}, {}, tolerance=4)
 def linear(x: Array, weight: Array, bias: Array | None = None) -> Array:
     """y = x · weightᵀ + bias. Each row is a product of its own: in one product of all, the order of the sums, and with it the last
     bits of a row, would depend on how many rows there are."""

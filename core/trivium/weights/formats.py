@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import math
+import mmap
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -65,14 +65,58 @@ def stored_bytes(shape: tuple[int, ...], format: str) -> int:
     return math.prod(shape) // elements * size
 
 
-def make_weight(name: str, shape: tuple[int, ...], format: str, raw: Bytes) -> Weight:
-    """A Weight over the tensor's bytes `raw` (uint8[stored_bytes]), without a copy where the file is aligned."""
+class Unaligned(Weight):
+    """A weight whose bytes begin where no number may: its data is copied each time it is asked for and kept by nobody here, so that
+    a model is not in memory twice while it is loaded."""
+
+    _stored: Array
+
+    @property
+    def data(self) -> Array:
+        copied = np.require(self._stored, requirements="A")
+        _give_back(self._stored)
+        return copied
+
+    @property
+    def nbytes(self) -> int:
+        return int(self._stored.nbytes)
+
+    @staticmethod
+    def over(stored: Array, **fields: Any) -> Unaligned:
+        """The weight with these fields and the unaligned array `stored` for its data."""
+        weight = object.__new__(Unaligned)
+        vars(weight).update(fields, _stored=stored)
+        return weight
+
+    def slice_rows(self, start: int, stop: int) -> Weight:
+        """Rows start..stop of the first dimension; only they are copied."""
+        shape, origin = (stop - start, *self.shape[1:]), f"{self.origin}[{start}:{stop}]"
+        return self.over(self._stored[start:stop], **{**vars(self), "shape": shape, "origin": origin})
+
+
+def _give_back(view: Array) -> None:
+    """Tells the system that it may drop the pages of a mapped file that `view` lies on; whoever reads them again finds them."""
+    base: Any = view
+    while isinstance(base, np.ndarray) and not isinstance(base, np.memmap):
+        base = base.base
+    if isinstance(base, np.memmap) and view.size and hasattr(mmap, "MADV_DONTNEED"):
+        start = view.__array_interface__["data"][0] - base.__array_interface__["data"][0]
+        first = start // mmap.PAGESIZE * mmap.PAGESIZE
+        base._mmap.madvise(mmap.MADV_DONTNEED, first, start + view.nbytes - first)  # type: ignore[attr-defined]
+
+
+def make_weight(name: str, shape: tuple[int, ...], format: str, raw: Bytes, origin: str = "") -> Weight:
+    """A Weight over the tensor's bytes `raw` (uint8[stored_bytes]). Where they are not aligned they are copied, at once if nobody
+    knows their origin (backends then tell weights apart by where their data lies), else when the data is asked for."""
     if format in _DTYPES:
-        data: Array = np.require(raw.view(_DTYPES[format]), requirements="A").reshape(shape)
+        data: Array = raw.view(_DTYPES[format]).reshape(shape)
     else:
         elements, size = FORMATS[format]
         data = raw.reshape(*shape[:-1], shape[-1] // elements * size)
-    return Weight(name, shape, format, data, decoder(format))
+    fields: dict[str, Any] = {"name": name, "shape": shape, "format": format, "decoder": decoder(format), "origin": origin}
+    if origin and not data.flags.aligned:
+        return Unaligned.over(data, **fields)
+    return Weight(data=np.require(data, requirements="A"), **fields)
 
 
 class TensorInfo(NamedTuple):
@@ -98,8 +142,8 @@ class TensorFile:
     def weight(self, tensor: str, name: str) -> Weight:
         """The tensor called `tensor` in the file, as a Weight called `name`."""
         shape, format, start, stop = self.tensors[tensor]
-        weight = make_weight(name, shape, format, self._data[start:stop])
-        return replace(weight, origin=f"{self.fingerprint} {self._written} {start}:{stop}")
+        origin = f"{self.fingerprint} {self._written} {start}:{stop}"
+        return make_weight(name, shape, format, self._data[start:stop], origin)
 
 
 def map_file(path: Path) -> Bytes:
