@@ -1,6 +1,7 @@
 // The tape of a Python object, as the files share it that bind its operations.
 #pragma once
 
+#include <algorithm>
 #include <stdexcept>
 #include <string>
 
@@ -41,6 +42,9 @@ struct BoundTape {
     auto array = nanobind::cast<Array<T>>(value);
     held.push_back(nanobind::cast(array));
     return array.data();
+  }
+  void needs_page(int64_t group) {
+    if (std::find(recurrent.begin(), recurrent.end(), group) == recurrent.end()) recurrent.push_back(group);
   }
   template <typename O>
   void add(std::unique_ptr<O> op, const std::string& name, bool barrier) {

@@ -58,7 +58,7 @@ void bind_stacked(nb::class_<BoundTape>& tape) {
 void bind_recurrences(nb::class_<BoundTape>& tape) {
   tape.def("gated_delta_rule", [](BoundTape& self, const std::array<Ref, 5>& inputs, Ref query_starts, Ref context_lens, Ref y, const KvLayer& layer,
                                   int64_t heads, int64_t dk, int64_t dv, float scale, bool barrier) {
-    self.recurrent.push_back(layer.group);
+    self.needs_page(layer.group);
     self.add(std::make_unique<DeltaRuleOp>(inputs, query_starts, context_lens, y, layer, heads, dk, dv, scale), "gated delta rule", barrier);
   }, "inputs"_a, "query_starts"_a, "context_lens"_a, "y"_a, "layer"_a, "heads"_a, "dk"_a, "dv"_a, "scale"_a, "barrier"_a, "inputs: q, k, v, g, beta.");
   tape.def("selective_scan", [](BoundTape& self, const std::array<Ref, 4>& inputs, Ref a, Ref d, Ref query_starts, Ref context_lens, Ref y,
@@ -70,7 +70,7 @@ void bind_recurrences(nb::class_<BoundTape>& tape) {
     op->dk = sizes[3];
     op->dt_low = dt_limits.first;
     op->dt_high = dt_limits.second;
-    self.recurrent.push_back(layer.group);
+    self.needs_page(layer.group);
     self.add(std::move(op), "selective scan", barrier);
   }, "inputs"_a, "a"_a, "d"_a, "query_starts"_a, "context_lens"_a, "y"_a, "layer"_a, "sizes"_a, "dt_limits"_a, "barrier"_a,
            "inputs: x, dt, b, c; sizes: heads, groups, dv, dk.");
@@ -79,7 +79,7 @@ void bind_recurrences(nb::class_<BoundTape>& tape) {
     auto op = std::make_unique<ShortConv>(x, weight, bias, query_starts, context_lens, y, layer, width, channels);
     op->has_activation = !kind.empty();
     if (op->has_activation) op->kind = named<Activation>(kActivations, kind);
-    self.recurrent.push_back(layer.group);
+    self.needs_page(layer.group);
     self.add(std::move(op), "short conv", barrier);
   }, "x"_a, "weight"_a, "bias"_a, "query_starts"_a, "context_lens"_a, "y"_a, "layer"_a, "width"_a, "channels"_a, "kind"_a, "barrier"_a,
            "weight: [width, channels]; kind: an activation, or none if empty.");

@@ -1,6 +1,8 @@
 // Recurrences with a state of fixed size: token by token, so that a token's bits do not depend on how its sequence is cut into steps.
 #pragma once
 
+#include <type_traits>
+
 #include "kernels.h"
 #include "simd_math.h"
 
