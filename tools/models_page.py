@@ -13,7 +13,7 @@ from typing import Any
 
 from trivium.extensions import find, installed
 from trivium.models import ARCHITECTURES, Family
-from trivium.weights.gguf_models import ARCHITECTURES as GGUF, GGUFModel
+from trivium_formats.gguf import GGUFModel
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "models.md"
@@ -47,7 +47,6 @@ MISSING = """
 | --- | --- |
 | DeepSeek-V3.2 in contexts longer than `index_topk`, GLM-5 | latent attention over positions that an indexer chooses |
 | DeepSeek-V4 | attention over compressed keys, hyper-connections |
-| encoders: ModernBERT and its like | attention to both sides without pages |
 
 Recurrent states (LFM2, Qwen3-Next and 3.5, the Mamba-2 hybrids) are cached, forked, drafted, preempted, kept in tiers and moved
 between backends as attention's pages are.
@@ -77,7 +76,7 @@ def formats() -> Iterator[tuple[str, str]]:
 
 def page() -> str:
     """The page's text."""
-    gguf = {model.hf_class: name for name, model in [*GGUF.items(), *own("gguf_model", GGUFModel)]}
+    gguf = {model.hf_class: name for name, model in own("gguf_model", GGUFModel)}
     rows = []
     for name, family, tests in sorted(families(), key=lambda row: row[0]):
         what = " ".join((inspect.getdoc(family.build) or "").split("\n\n")[0].split())

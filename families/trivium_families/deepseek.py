@@ -22,6 +22,7 @@ from trivium.models.decoder import Rotation
 from trivium.ops import LatentKV, Program, Value, Weight
 
 from trivium_families.experts import shared_and_routed
+from trivium_families.heads import HeadDecoder
 from trivium_families.pieces import as_is
 from trivium_families.plugin import Hook
 from trivium_families.stacked import Make, Rearranged, stack_experts
@@ -58,6 +59,20 @@ def build_v3(info: ModelInfo, max_model_len: int | None) -> Program:
     """DeepSeek-V3, R1: experts by sigmoid and a bias for the choice; a group is worth its two best experts."""
     d, normalize = Decoder(info, max_model_len), flag(info.config, "norm_topk_prob", True)
     return latent_layers(d, shared_and_routed(d, scoring="sigmoid", normalize=normalize, correction=True))
+
+
+def draft_v3(info: ModelInfo, max_model_len: int | None) -> Program:
+    """The head of DeepSeek-V3: its layer stands behind the others in the checkpoint, with `num_nextn_predict_layers` 1."""
+    if info.config.get("num_nextn_predict_layers") != 1:
+        message = f"{info.architecture} must have a head of one layer ('num_nextn_predict_layers' 1) for its drafts, not "
+        raise UnsupportedError(f"{message}{info.config.get('num_nextn_predict_layers')!r}", param="num_nextn_predict_layers")
+    i, normalize = info.layers, flag(info.config, "norm_topk_prob", True)
+    layer = f"model.layers.{i}"
+    d = HeadDecoder(info, max_model_len, f"{layer}.shared_head.norm")
+    feed_forward = shared_and_routed(d, scoring="sigmoid", normalize=normalize, correction=True)
+    x = d.joined(f"{layer}.enorm", f"{layer}.hnorm", f"{layer}.eh_proj")
+    x = d.op("add", x, _latent_attention(d, i, d.norm(x, f"{layer}.input_layernorm"), d.rotation(), as_is))
+    return d.finish(d.op("add", x, feed_forward(i, d.norm(x, f"{layer}.post_attention_layernorm"))))
 
 
 def build_v32(info: ModelInfo, max_model_len: int | None) -> Program:
@@ -174,6 +189,6 @@ def _rearranged(name: str, make: Make, take: Callable[[np.ndarray], np.ndarray])
 
 
 deepseek_v2 = Hook(Family(build_v2, V2_DEFAULTS, read_deepseek, absorb))
-deepseek_v3 = Hook(Family(build_v3, V3_DEFAULTS, read_deepseek, absorb))
+deepseek_v3 = Hook(Family(build_v3, V3_DEFAULTS, read_deepseek, absorb, draft=draft_v3))
 deepseek_v32 = Hook(Family(build_v32, {**V3_DEFAULTS, "index_topk": 2048}, read_v32, absorb))
 deepseek_v4 = Hook(Family(build_v4, V3_DEFAULTS, refuse_v4))

@@ -44,6 +44,9 @@ def test_an_architecture_without_its_operators_says_which_are_missing() -> None:
 
 @pytest.mark.parametrize(("architecture", "fault", "key"), [
     ("Llama4ForCausalLM", {"num_experts_per_tok": 2}, "num_experts_per_tok"),
+    ("OlmoForCausalLM", {"clip_qkv": 8.0}, "clip_qkv"),
+    ("StableLmForCausalLM", {"qk_layernorm": True}, "qk_layernorm"),
+    ("CohereForCausalLM", {"use_qk_norm": True}, "use_qk_norm"),
     ("Llama4ForCausalLM", {"layer_types": ["sliding_attention"] * 4}, "layer_types"),
     ("Mistral4ForCausalLM", {**LATENT, "n_group": 4}, "n_group"),
     ("Mistral3ForConditionalGeneration", {"model_type": "qwen3"}, "model_type"),

@@ -11,6 +11,7 @@ import pytest
 from installed_backends import exact
 from trivium import LLM, SamplingParams, errors
 from trivium.engine import media
+from trivium.ops import Span, Tile
 from vision_cases import make_vision_model, oracle_inputs, oracle_processor, photo
 
 pytestmark = pytest.mark.oracles
@@ -181,6 +182,31 @@ def test_samples_and_drafts_see_the_same_image(case: Case) -> None:
         assert tokens(llm.chat(CHATS, GREEDY)) == case.made
 
 
+def test_beams_that_are_preempted_see_their_image_again(case: Case) -> None:
+    import torch
+
+    given = oracle_inputs(oracle_processor(), CHATS[1])
+    model = make_vision_model(case.folder.with_name("beams"), case.folder.name)
+    with torch.inference_mode():
+        options = {"num_beams": 3, "num_return_sequences": 3, "max_new_tokens": MADE, "do_sample": False, "pad_token_id": 0}
+        want = model.generate(**given, **options)[:, given["input_ids"].shape[1] :].tolist()
+    beams = SamplingParams(max_tokens=MADE, beam_width=3, n=3, ignore_eos=True)
+    with opened(case, block_size=8) as llm:
+        assert [list(o.token_ids) for o in llm.chat(CHATS[1], beams)[0].outputs] == want
+    with opened(case, num_kv_blocks=20, block_size=8, max_model_len=145, enable_prefix_caching=False) as llm:
+        ids, spans = llm._read_chat(CHATS[1], {})
+        number = llm.engine.add_request(ids, beams, media=spans, priority=5)
+        for _ in range(4):
+            llm.engine.step()
+        assert all(beam.seq.media == spans for beam in llm.engine._requests[number].completions)
+        later = llm.engine.add_request((case.ids[2] * 3)[:120], GREEDY)
+        outputs = {}
+        while llm.engine.has_unfinished():
+            outputs.update({output.request_id: output for output in llm.engine.step()})
+        assert later in outputs and llm.engine.stats.preemptions > 0
+        assert [list(o.token_ids) for o in outputs[number].outputs] == want
+
+
 def test_a_prompt_that_is_cut_shows_what_is_left_of_its_images(case: Case) -> None:
     import torch
 
@@ -232,3 +258,47 @@ def test_chats_that_can_t_be_read_are_refused_before_they_take_anything(case: Ca
             llm.chat(messages, GREEDY)
         assert not llm.engine.has_unfinished()
         assert tokens(llm.chat(CHATS[1], GREEDY)) == [case.made[1]]
+
+
+def test_a_backend_that_can_t_run_a_tower_says_so_where_an_image_comes_and_reads_text(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from trivium.engine import loader
+    from trivium.plugin import Session
+    from trivium_torch.session import TorchSession
+
+    def without(backend: Any, device: Any) -> Any:
+        return [kernel for kernel in kernels_of(backend, device) if kernel.op != "media_rows"]
+
+    kernels_of = loader.kernels_of
+    with monkeypatch.context() as patched:
+        patched.setattr(loader, "kernels_of", without)
+        lacks_kernel = opened(case)
+    with monkeypatch.context() as patched:
+        patched.setattr(TorchSession, "assign", Session.assign)
+        lacks_assign = opened(case, "torch")
+    for llm, why in ((lacks_kernel, "media_rows"), (lacks_assign, "can't change")):
+        with llm:
+            assert not llm.takes_images
+            with pytest.raises(errors.UnsupportedError, match=why):
+                llm.chat(CHATS[1], GREEDY)
+            assert tokens(llm.chat(CHATS[2], GREEDY)) == [case.made[2]]
+
+
+def test_a_model_of_text_refuses_images(tmp_path: Path) -> None:
+    from tiny_checkpoints import make_checkpoint
+
+    folder = make_checkpoint(tmp_path / "blind", "llama")
+    with LLM(folder, "reference", progress=False, num_kv_blocks=20) as llm:
+        assert not llm.takes_images
+        with pytest.raises(errors.UnsupportedError, match="text only"):
+            llm.engine.add_request([1, 2], GREEDY, media=[Span(0, 1, Tile(b"x" * 32, np.zeros((1, 1), np.uint8)), 0)])
+
+
+@pytest.mark.parametrize("spans", [[(0, 0)], [(3, 2)], [(5, 9), (2, 4)], [(2, 5), (4, 6)], [(0, 500)], [(-1, 3)]])
+def test_spans_that_don_t_lie_in_order_within_the_prompt_are_refused(case: Case, spans: list[tuple[int, int]]) -> None:
+    with opened(case) as llm:
+        ids, media = llm._read_chat(CHATS[1], {})
+        wrong = [media[0]._replace(start=start, stop=stop) for start, stop in spans]
+        with pytest.raises(errors.InvalidRequestError, match="in order"):
+            llm.engine.add_request(ids, GREEDY, media=wrong)

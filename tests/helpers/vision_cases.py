@@ -98,6 +98,7 @@ def make_vision_model(folder: Path, family: str = "Idefics3", **text: Any) -> An
         flat = parameter.dim() < 2
         parameter.data.copy_(parameter.data * flat + noise * (0.1 if flat else 1.2 * parameter[0].numel() ** -0.5))
     model.model.text_model.embed_tokens.weight.data.mul_(3)
+    model.lm_head.weight.data[256:] *= 0.2  # special tokens have no text that a client could compare
     model.generation_config.eos_token_id = None
     model.save_pretrained(folder)
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer_json()))
@@ -114,3 +115,35 @@ def oracle_inputs(processor: Any, messages: list[dict[str, Any]]) -> Any:
     plain = [{**m, "content": [{"type": "image"} if p["type"] == "image" else p for p in m["content"]]} for m in messages]
     text = processor.tokenizer.apply_chat_template(plain, chat_template=TEMPLATE, add_generation_prompt=True, tokenize=False)
     return processor(text=text, images=pictures or None, return_tensors="pt")
+
+
+def make_seeing_checkpoint(folder: Path, seed: int = 0) -> Path:
+    """A model of the same sizes without transformers: for what is compared between backends."""
+    from tiny_checkpoints import make_weights, weight_shapes, write_safetensors
+    from trivium.models import sight
+
+    config = {
+        "architectures": ["Idefics3ForConditionalGeneration"], "model_type": "idefics3", "scale_factor": SCALE,
+        "image_token_id": IMAGE, "tie_word_embeddings": False, "vision_config": _SIGHT, "text_config": _TEXT,
+    }  # fmt: skip
+    folder.mkdir(parents=True, exist_ok=True)
+    names = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "tokenizer_class": "PreTrainedTokenizerFast"}
+    files = {
+        "config": config, "tokenizer": tokenizer_json(), "tokenizer_config": {**names, "chat_template": TEMPLATE},
+        "preprocessor_config": processor_config(), "processor_config": {"image_seq_len": TOKENS},
+    }  # fmt: skip
+    for name, content in files.items():
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    rng = np.random.default_rng(seed)
+    vision = sight(config, folder)
+    assert vision is not None and weight_shapes(config)
+    weights = make_weights(config, seed)
+    for constant in vision.tower(1).constants:
+        if constant.array is None:
+            *_, width = shape = constant.value.shape
+            flat = len(shape) == 1
+            numbers = rng.normal(float(flat and "norm" in constant.source), 0.1 if flat else 1.2 * width**-0.5, shape)
+            conv = "patch_embedding.weight" in constant.source
+            weights[constant.source] = numbers.reshape(-1, 3, PATCH, PATCH) if conv else numbers
+    write_safetensors(folder / "model.safetensors", {k: v.astype(np.float32) for k, v in weights.items()})
+    return folder

@@ -11,7 +11,8 @@ from gguf.quants import dequantize, quantize
 from hypothesis import given
 from hypothesis import strategies as st
 from trivium.errors import CheckpointError
-from trivium.weights.formats import FORMATS, GGML_TYPES, SAFETENSORS_TYPES, decoder, make_weight, stored_bytes
+from trivium.weights.formats import FORMATS, SAFETENSORS_TYPES, decoder, make_weight, stored_bytes
+from trivium_formats.gguf.file import GGML_TYPES
 from weight_files import random_blocks
 
 PLAIN = {"float32", "float16", "bfloat16", "float64", "int8", "int16", "int32", "int64"}

@@ -30,8 +30,10 @@ private:
 // A piece of work is some columns of one head's state, which stay in the first-level cache while a sequence's tokens go by.
 class DeltaRuleOp : public Op {
 public:
-  DeltaRuleOp(const std::array<Ref, 5>& qkvgb, Ref query_starts, Ref context_lens, Ref y, KvLayer layer, int64_t heads, int64_t dk, int64_t dv, float scale)
-      : inputs_(qkvgb), query_starts_(query_starts), context_lens_(context_lens), y_(y), layer_(layer), heads_(heads), dk_(dk), dv_(dv), scale_(scale) {}
+  DeltaRuleOp(const std::array<Ref, 5>& qkvgb, Ref query_starts, Ref context_lens, Ref y, KvLayer layer, int64_t heads, int64_t dk, int64_t dv,
+              float scale)
+      : inputs_(qkvgb), query_starts_(query_starts), context_lens_(context_lens), y_(y), layer_(layer), heads_(heads), dk_(dk), dv_(dv),
+        scale_(scale) {}
   void run(const Step& step, Worker& worker) override;
 
 private:

@@ -19,11 +19,11 @@ const float* floats_or_null(const Step& step, const Ref& ref) { return ref.prese
 
 }  // namespace
 
-Stack::Columns Stack::multiply(const Step& step, int64_t index, int64_t piece, const linear::Input& input, int64_t rows, const float* bias, float* y) const {
-  const int64_t begin = index * out_, end = begin + out_;
-  const int64_t base = (begin / linear::kTile + piece * kTilesAtATime) * linear::kTile, n = std::min(kWidth, ceil_div(end, linear::kTile) * linear::kTile - base);
-  if (n <= 0) return {0, 0, 0};
-  const int64_t count = std::min(n, all_.out - base);
+Stack::Columns Stack::multiply(const Step& step, int64_t index, int64_t piece, const linear::Input& input, int64_t rows, const float* bias,
+                               float* y) const {
+  const int64_t begin = index * out_, end = begin + out_, last = std::min(ceil_div(end, linear::kTile) * linear::kTile, all_.out);
+  const int64_t base = (begin / linear::kTile + piece * kTilesAtATime) * linear::kTile, count = std::min(kWidth, last - base);
+  if (count <= 0) return {0, 0, 0};
   step.linear->multiply(all_.rows(base, count), input, {0, rows}, {0, count}, {y, kWidth, bias == nullptr ? nullptr : bias + base, false});
   const int64_t first = std::max(base, begin);
   return {first - begin, std::min(base + count, end) - first, first - base};
@@ -43,12 +43,14 @@ void HeadLinear::run(const Step& step, Worker& worker) {
   auto* made = static_cast<float*>(worker.scratch());
   const int64_t pieces = stack_.pieces(), blocks = ceil_div(tokens, at_a_time);
   worker.share(shares[1], heads_ * pieces * blocks, [&](int64_t item) {
-    const int64_t head = item / (pieces * blocks), piece = item / blocks % pieces, first = item % blocks * at_a_time, rows = std::min(at_a_time, tokens - first);
+    const int64_t head = item / (pieces * blocks), piece = item / blocks % pieces, first = item % blocks * at_a_time;
+    const int64_t rows = std::min(at_a_time, tokens - first);
     linear::Input input{x + (first * heads_ + head) * in, heads_ * in, records};
     if (records.data != nullptr) input.quantised.data += (head * tokens + first) * records.stride;
-    const Stack::Columns columns = stack_.multiply(step, head, piece, input, rows, nullptr, made);
+    const Stack::Columns c = stack_.multiply(step, head, piece, input, rows, nullptr, made);
     for (int64_t r = 0; r < rows; ++r) {
-      std::memcpy(y + ((first + r) * heads_ + head) * out + columns.first, made + r * Stack::kWidth + columns.lead, static_cast<size_t>(columns.count) * sizeof(float));
+      float* to = y + ((first + r) * heads_ + head) * out + c.first;
+      std::memcpy(to, made + r * Stack::kWidth + c.lead, static_cast<size_t>(c.count) * sizeof(float));
     }
   });
 }
@@ -171,8 +173,8 @@ template <typename F>
 void Experts::share_blocks(Worker& worker, Shares& shares, const Pairs& p, int64_t pieces, F f) const {
   worker.share(shares, p.block[experts_] * pieces, [&](int64_t i) {
     const int64_t block = i / pieces, expert = std::upper_bound(p.block, p.block + experts_ + 1, block) - p.block - 1;
-    const int64_t begin = p.first[expert], count = p.first[expert + 1] - begin, blocks = p.block[expert + 1] - p.block[expert], own = block - p.block[expert];
-    const int64_t first = count * own / blocks;
+    const int64_t begin = p.first[expert], count = p.first[expert + 1] - begin;
+    const int64_t blocks = p.block[expert + 1] - p.block[expert], own = block - p.block[expert], first = count * own / blocks;
     f(Item{expert, i % pieces, begin + first, count * (own + 1) / blocks - first});
   });
 }

@@ -84,21 +84,23 @@ def _head_linear(low: Lowering, call: Call) -> None:
     low.release(records)
 
 
-def _recurrence(low: Lowering, call: Call, inputs: list[Any], state: Value) -> tuple[list[Place], Place, dict[str, Any]]:
+def _recurrence(
+    low: Lowering, call: Call, inputs: list[Any], state: Value, operations: int
+) -> tuple[list[Place], Place, dict[str, Any]]:
     """Places of the inputs and of y, and what emit() is told of reads, writes and cost: the state is read and written once a
-    sequence, and every number of it takes four multiply-adds a token."""
+    sequence, and every number of it takes `operations` of arithmetic a token."""
     places, y, at = [low.place(v) for v in inputs], low.result(call.results[0]), low.place(state)
     size = math.prod(low.state_shape(state))
 
     def work(sizes: Sizes, batch: Batch) -> Work:
-        return Work(8 * size * sizes["seqs"], 8 * size * sizes["tokens"])
+        return Work(8 * size * sizes["seqs"], operations * size * sizes["tokens"])
 
     return places, y, {"reads": [*places, at], "writes": [y, at], "cost": Cost(tuple(places), (y,), work)}
 
 
 def _gated_delta_rule(low: Lowering, call: Call) -> None:
     *inputs, state, starts, contexts = _given(call)
-    places, y, notes = _recurrence(low, call, inputs, state)
+    places, y, notes = _recurrence(low, call, inputs, state, 8)
     low.emit(
         "gated_delta_rule", [p.ref for p in places], low.place(starts).ref, low.place(contexts).ref, y.ref, low.layer(state),
         *low.state_shape(state), call.attrs["scale"], **notes,
@@ -107,7 +109,7 @@ def _gated_delta_rule(low: Lowering, call: Call) -> None:
 
 def _selective_scan(low: Lowering, call: Call) -> None:
     x, dt, a, b, c, d, state, starts, contexts = _given(call)
-    places, y, notes = _recurrence(low, call, [x, dt, b, c], state)
+    places, y, notes = _recurrence(low, call, [x, dt, b, c], state, 5)
     heads, dv, dk = low.state_shape(state)
     limits = tuple(float(n) for n in call.attrs["dt_limits"])
     refs = [low.place(v).ref for v in (a, d, starts, contexts)]
@@ -118,7 +120,7 @@ def _selective_scan(low: Lowering, call: Call) -> None:
 
 def _short_conv(low: Lowering, call: Call) -> None:
     x, weight, bias, state, starts, contexts = _given(call)
-    (at,), y, notes = _recurrence(low, call, [x], state)
+    (at,), y, notes = _recurrence(low, call, [x], state, 2)
     channels, width = (int(n) for n in weight.shape)
     refs = [at.ref, low.transposed(weight).ref, *(low.place(v).ref for v in (bias, starts, contexts)), y.ref]
     low.emit("short_conv", *refs, low.layer(state), width, channels, call.attrs["kind"] or "", **notes)
@@ -147,7 +149,7 @@ def _latent_attention(low: Lowering, call: Call) -> None:
 def _chunked_attention(low: Lowering, call: Call) -> None:
     q, state, starts, contexts = _given(call)
     heads, chunk = int(q.shape[1]), call.attrs["chunk"]
-    work = attention(token_bytes(low, state), 2 * heads * last(q), chunk // 2, True)  # half a chunk on average
+    work = attention(token_bytes(low, state), 2 * heads * last(q), 0, True, chunk)
     attend(low, low.place(q), (starts, contexts, None), state, call.results[0], heads, work, scale=call.attrs["scale"], chunk=chunk)
 
 

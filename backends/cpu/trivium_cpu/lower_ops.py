@@ -267,6 +267,14 @@ def _weight_is_constant(index: int) -> Callable[[Call], str | None]:
     return supports
 
 
+def _embedding_fits(call: Call) -> str | None:
+    """A step's token ids are compared with the rows of every table that an input looks up."""
+    ids = call.args[0]
+    if ids is not None and ids.kind == "input" and ids.name != "token_ids":
+        return "of the step's inputs only token ids look up rows"
+    return _weight_is_constant(1)(call)
+
+
 def _kernels() -> dict[str, Kernel]:
     plain: dict[str, Lower] = {
         "add": _pointwise("add"), "mul": _pointwise("mul"), "scale": _pointwise("scale", "factor"),
@@ -275,8 +283,8 @@ def _kernels() -> dict[str, Kernel]:
         "gather_rows": _gather_rows, "kv_write": _kv_write,
     }  # fmt: skip
     kernels = {name: Kernel(name, lower, f"native {name}") for name, lower in plain.items()}
-    for name, lower in {"embedding": _embedding, "linear": _linear}.items():
-        kernels[name] = Kernel(name, lower, f"native {name}", supports=_weight_is_constant(1))
+    kernels["embedding"] = Kernel("embedding", _embedding, "native embedding", supports=_embedding_fits)
+    kernels["linear"] = Kernel("linear", _linear, "native linear", supports=_weight_is_constant(1))
     for name in ("text_ids", "media_rows", "gather_blocks"):  # they move few numbers, and numpy moves them as fast
         kernels[name] = Kernel(name, Lowering.on_host, f"numpy {name}")
     kernels["lora"] = Kernel("lora", _lora, "native lora", supports=_lora_fits)

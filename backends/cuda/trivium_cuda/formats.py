@@ -11,8 +11,8 @@ trivium_torch's kernels only, which plan on the host and so can't be captured in
 PAGE_SIZES = (16, 32, 64, 128, 256)
 GRAPHS = 48
 """Batch sizes that may be captured; what they take of the memory is limited by the option graph_memory."""
-MEMORY_SHARE = 0.85
-"""What is left beside a twentieth for graphs is for steps; a model whose largest step doesn't fit is refused when it is loaded."""
+MEMORY_SHARE = 0.95
+"""Of what graphs, weights and the largest step leave, which is run to see what it takes; the rest is for what allocations waste."""
 _NARROW = (
     WeightFormat("int4", bits=4.5, lossless_from=frozenset({"q4_0"}), error_budget=0.12),
     WeightFormat("int4_g128", bits=4.125, error_budget=0.15),
@@ -58,6 +58,6 @@ def capabilities(capability: tuple[int, int]) -> Capabilities:
     dtypes = ("bfloat16", "float16", "float32") if modern else ("float16", "float32")
     return Capabilities(
         dtypes=dtypes, weight_formats=weight_formats(capability), kv_dtypes=(*dtypes, "fp8", "int8"), page_sizes=PAGE_SIZES,
-        asynchronous=True, graph_capture=modern, max_graphs=GRAPHS if modern else 0, collectives=True, memory_share=MEMORY_SHARE,
-        unsupported={} if modern else {"bfloat16": _NO_BFLOAT16},
+        asynchronous=True, graph_capture=modern, graph_drafts=modern, max_graphs=GRAPHS if modern else 0, collectives=True,
+        memory_share=MEMORY_SHARE, unsupported={} if modern else {"bfloat16": _NO_BFLOAT16},
     )  # fmt: skip

@@ -21,9 +21,9 @@ class CudaBackend(TorchBackend):
     name = "cuda"
     priority = 30
     device_types = ("cuda",)
-    options = frozenset({"autotune", "batch_invariant", "graph_sizes", "graph_memory"})
-    """graph_sizes: the contract's. graph_memory: bytes that captured graphs may take, by default a twentieth of the device's.
-    batch_invariant: a row's bits do not depend on how many rows are computed together; products are slower for it.
+    options = frozenset({"autotune", "batch_invariant", "graph_sizes", "graph_queries", "graph_memory"})
+    """graph_sizes, graph_queries: the contract's. graph_memory: bytes that captured graphs may take, by default a twentieth of the
+    device's. batch_invariant: a row's bits do not depend on how many rows are computed together; products are slower for it.
     autotune: True: tiles of products with quantised weights are timed when a model is loaded, and remembered in a file of the cache
     folder; or the path of that file. Not with batch_invariant, since the tiles decide the order of sums."""
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from trivium.ops import Call, Pattern
 from trivium.plugin import Kernel
 from trivium_cuda import eights
-from trivium_cuda.kernels import activations, attention, experts, norms, recurrent, rotary
+from trivium_cuda.kernels import activations, adapters, attention, experts, norms, recurrent, rotary
 from trivium_cuda.kernels.products import product
 from trivium_cuda.kernels.rotary import Store
 from trivium_cuda.sampler import sample
@@ -69,6 +69,10 @@ def moe_experts(session: CudaSession, args: Args, attrs: Attrs) -> Tensor:
     return experts.moe_experts(
         x, weights, ids, gate, up, down, *matrices[3:], **attrs, invariant=session.batch_invariant
     )  # fmt: skip
+
+
+def lora(session: CudaSession, args: Args, attrs: Attrs) -> Tensor:
+    return adapters.lora(*args)
 
 
 # State along a sequence.
@@ -194,6 +198,7 @@ def _kernels() -> Sequence[Kernel]:
         Kernel("paged_attention", paged_attention, "triton paged_attention", PRIORITY, narrow_heads),
         Kernel("latent_attention", latent_attention, "triton latent_attention", PRIORITY),
         Kernel("moe_experts", moe_experts, "triton moe_experts", PRIORITY),
+        Kernel("lora", lora, "triton lora", PRIORITY),
         Kernel("gated_delta_rule", gated_delta_rule, "triton gated_delta_rule", PRIORITY),
         Kernel("sample", sample, "queued sample", PRIORITY),
     )

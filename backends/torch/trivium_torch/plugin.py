@@ -91,16 +91,13 @@ class TorchBackend(Backend):
         return TorchSession
 
     def open(self, device: Device, options: Mapping[str, Any]) -> Session:
-        known = sorted(
-            _CONTRACT_OPTIONS
-            | self.ranks_options
-            | self.options
-            | ({"graph_sizes"} if self.capabilities(device).graph_capture else set())
-        )
+        can = self.capabilities(device)
+        graphs = {name for name, has in (("graph_sizes", can.graph_capture), ("graph_queries", can.graph_drafts)) if has}
+        known = sorted(_CONTRACT_OPTIONS | self.ranks_options | self.options | graphs)
         if unknown := sorted(options.keys() - set(known)):
             raise InvalidRequestError(f"the {self.name} backend has no option {', '.join(unknown)}; it has {', '.join(known)}")
         _set_threads(options.get("threads"))
-        possible = self.capabilities(device).dtypes
+        possible = can.dtypes
         dtype = possible[0] if options.get("dtype", "auto") == "auto" else options["dtype"]
         if dtype not in possible or dtype not in DTYPES:
             raise UnsupportedError(f"dtype {dtype!r} is not possible on {device.name}; {', '.join(possible)} are", param="dtype")

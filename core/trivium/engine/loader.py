@@ -15,11 +15,13 @@ from typing import Any, NamedTuple
 from trivium.errors import CapacityError, CheckpointError, InvalidRequestError, UnsupportedError
 from trivium.engine.adapters import Adapters
 from trivium.engine.executor import Model
+from trivium.engine.media import Images
+from trivium.engine.pooling import PoolingParams, own_pooling
 from trivium.extensions import blame, expect
 from trivium.kv import Layout, plan_groups
 from trivium.kv.neutral import rotations
-from trivium.engine.media import Images
-from trivium.models import Vision, arrange, build, describe, sight
+from trivium.models import Vision, arrange, build, count, describe, sight
+from trivium.models.decoder import HIDDEN
 from trivium.models.lora import Target, with_lora
 from trivium.models.media import MEDIA, Place, with_media
 from trivium.ops import Constant, KVSpec, Program, Weight, rewrite
@@ -83,7 +85,8 @@ class Route(NamedTuple):
 
 @dataclass(frozen=True)
 class Loaded(Model):
-    """A model that is ready to run on one device, and what became of its files. `traced`: the Program before fusion."""
+    """A model that is ready to run on one device, and what became of its files. `traced`: the Program before fusion. `inlet`: what
+    the backend has loaded of the constant HIDDEN, if it is a draft head."""
 
     name: str
     device: Device
@@ -95,6 +98,7 @@ class Loaded(Model):
     generation_config: Mapping[str, Any]
     routes: tuple[Route, ...]
     architecture: str
+    inlet: Any
 
     def close(self) -> None:
         """Closes the session, and that of the tower."""
@@ -123,18 +127,21 @@ class Plan(NamedTuple):
     routes: tuple[tuple[Constant, Weight, WeightFormat, bool], ...]
     max_model_len: int
     targets: Sequence[Target]
+    pooling: PoolingParams
     options: LoadOptions
     vision: Vision | None = None
     place: Place | None = None
 
     @property
     def step_tokens(self) -> int:
-        """Tokens a step: as asked, which the backend must be able to, else STEP_TOKENS or the backend's limit."""
+        """Tokens a step: as asked, which the backend must be able to, else STEP_TOKENS (or, where a sequence must be whole in its
+        step, the longest one) or the backend's limit."""
         asked, limit = self.options.max_num_batched_tokens, self.capabilities.max_batched_tokens
         if asked is not None and limit is not None and asked > limit:
             message = f"max_num_batched_tokens {asked} is over this backend's limit; give {limit} or less, or leave it out"
             raise InvalidRequestError(message, param="max_num_batched_tokens")
-        return asked or min(STEP_TOKENS, limit or STEP_TOKENS)
+        usual = STEP_TOKENS if self.program.states else max(STEP_TOKENS, self.max_model_len)
+        return asked or min(usual, limit or usual)
 
 
 def plan(
@@ -164,6 +171,8 @@ def plan(
         message = f"max_model_len {max_model_len} is more than the model's {positions} positions"
         raise InvalidRequestError(message, param="max_model_len")
     vision, place = sight(checkpoint.config, path) if traced is None else None, None
+    if count(checkpoint.config, "type_vocab_size", 1) > 1 and checkpoint.config.get("sep_token_id") is None:
+        checkpoint.config["sep_token_id"] = Tokenizer.from_data(checkpoint.tokenizer_data()).separator_id
     traced = traced or build(checkpoint.config, max_model_len=max_model_len)
     if chosen.api_version < 2:
         traced = traced.only("logits")
@@ -171,13 +180,14 @@ def plan(
     if options.enable_lora:
         traced, targets = with_lora(traced, options.max_loras, options.max_lora_rank)
     kernels = kernels_of(chosen, device)
-    p = Plan(path, checkpoint, chosen, device, capabilities, traced, traced, (), max_model_len, targets, options, vision)
+    pooling = own_pooling(checkpoint.config["architectures"][0], checkpoint.modules, whole=not traced.states)
+    p = Plan(path, checkpoint, chosen, device, capabilities, traced, traced, (), max_model_len, targets, pooling, options, vision)
     if vision is not None and any(kernel.op == "media_rows" for kernel in kernels):
         traced, place = with_media(traced, p.step_tokens)
     program = rewrite(traced, patterns(kernels), accept=lambda call: accepts(call, kernels))
     p = p._replace(traced=traced, program=program, place=place)
     heads = {c.source for c in program.constants if c.value.name == "lm_head.weight"}
-    tables = {value for call in program.calls if call.name == "embedding" for value in call.args}
+    tables = {value for call in program.calls if call.name.endswith("embedding") for value in call.args}
     return p._replace(routes=tuple(_route(c, c.source in heads, c.value in tables, p) for c in program.constants))
 
 
@@ -189,14 +199,15 @@ def load(
     what to change."""
     p = plan(model, backend, options, progress=progress is not None, traced=traced)
     given, words = _backend_options(p), p.checkpoint.tokenizer_data()
+    changing = p.options.enable_lora or any(c.value.name == HIDDEN for c in p.program.constants)
     with contextlib.ExitStack() as opened:
         tower, refusal = _load_tower(p, opened)
         with blame(f"backend {p.backend.name!r}: open()"):
             session: Session = expect(Session, p.backend.open(p.device, given), f"backend {p.backend.name!r}: open()")
         opened.callback(_quietly, session.close)
-        if p.options.enable_lora and type(session).assign is Session.assign:
-            message = f"the backend {p.backend.name} can't change a weight that it has loaded, which adapters need"
-            raise UnsupportedError(message, param="enable_lora")
+        if changing and type(session).assign is Session.assign:
+            message = f"the backend {p.backend.name} can't change a weight that it has loaded, which adapters and draft heads need"
+            raise UnsupportedError(message, param="enable_lora" if p.options.enable_lora else "speculative")
         with blame(f"backend {p.backend.name!r}: loading {model}"):
             loaded = _load_into(session, model, p, words, given["dtype"], progress)
         opened.pop_all()
@@ -243,21 +254,21 @@ def _load_into(
     if kv_dtype == "auto":
         kv_dtype = next(kv for kv in can.kv_dtypes if not can.kv_refused(activations, kv))
     spec = plan_groups(p.program.states, _page_size(p.capabilities.page_sizes, options.block_size), kv_dtype)
-    pages, max_model_len = _pool_size(session, spec, p)
+    program = replace(p.program, vocab_size=min(p.program.vocab_size, tokenizer.vocab_size))
+    pages, max_model_len = _pool_size(session, spec, p, program, weights)
     session.kv_store(spec, pages)
-    vocab_size = min(p.program.vocab_size, tokenizer.vocab_size)
-    program = replace(p.program, vocab_size=vocab_size)
     executable = expect(Executable, session.compile(program, weights), f"backend {p.backend.name!r}: compile()")
     routes = tuple(Route(c.value.name, w.format, f.name, exact, w.nbytes) for c, w, f, exact in p.routes if c.array is None)
     formats = blake2b(repr([(r.name, r.resident) for r in routes]).encode(), digest_size=8).hexdigest()
     producer = f"{p.backend.name} {p.backend.version}, activations {dtype}, weight formats {formats}"
     return Loaded(
         name=model, backend=p.backend, device=p.device, capabilities=p.capabilities, session=session, traced=p.traced,
-        program=program, executable=executable, kv_spec=spec, num_pages=pages, vocab_size=vocab_size,
+        program=program, executable=executable, kv_spec=spec, num_pages=pages, vocab_size=program.vocab_size,
         max_model_len=max_model_len, max_num_batched_tokens=p.step_tokens, max_num_seqs=options.max_num_seqs,
         eos_ids=_eos_ids(p.checkpoint, tokenizer), fingerprint=fingerprint, tokenizer=tokenizer, routes=routes,
         hidden_size=int(program.outputs["hidden"].shape[-1]) if "hidden" in program.outputs else 0,
         generation_config=p.checkpoint.generation_config, architecture=p.checkpoint.config["architectures"][0],
+        inlet=weights.get(HIDDEN), pooling=p.pooling,
         lora=_adapters(session, p, weights) if options.enable_lora else None,
         layout=Layout(fingerprint, producer, spec, rotations(p.traced)), media=weights.get(MEDIA), images=None,
     )  # fmt: skip
@@ -277,8 +288,9 @@ def _backend_options(p: Plan) -> dict[str, Any]:
     can, options, tokens = p.capabilities, p.options, p.step_tokens
     rows = options.max_num_seqs * (1 + options.num_speculative_tokens)
     given = {"dtype": _activations(options, can), "max_batched_tokens": tokens, "max_seqs": rows, "max_model_len": p.max_model_len}
-    if can.graph_capture and p.backend.api_version >= 2:
+    if can.graph_capture and p.backend.api_version >= 2 and p.program.states:
         given["graph_sizes"] = _graph_sizes(can, len(p.program.states), min(rows, tokens))
+        given |= {"graph_queries": 1 + options.num_speculative_tokens} if can.graph_drafts else {}
     return {**given, "strict": options.strict, **options.backend_options}
 
 
@@ -377,14 +389,20 @@ def _pages_for(spec: KVSpec, length: int, chunk: int) -> int:
     return sum(min(whole, -(-span // spec.page_size) + 1) for span in spans)
 
 
-def _pool_size(session: Session, spec: KVSpec, p: Plan) -> tuple[int, int]:
+def _pool_size(session: Session, spec: KVSpec, p: Plan, program: Program, weights: Mapping[str, Any]) -> tuple[int, int]:
     """(pages, max_model_len): as asked, else what the memory share holds; a context nobody asked for is cut to what fits."""
     options, max_model_len, tokens = p.options, p.max_model_len, p.step_tokens
+    if not spec.groups:
+        if options.max_model_len is not None and max_model_len > tokens:
+            message = f"texts are read whole, in one step: max_model_len {max_model_len} needs max_num_batched_tokens as large"
+            raise InvalidRequestError(message, param="max_model_len")
+        return 0, min(max_model_len, tokens)
     page_bytes = session.page_bytes(spec)
     if options.num_kv_blocks is not None:
         pages = options.num_kv_blocks
     else:
-        affordable = int(session.memory().free * p.capabilities.memory_share) // max(page_bytes, 1)
+        free = session.memory().free - session.step_bytes(program, weights, spec)
+        affordable = int(free * p.capabilities.memory_share) // max(page_bytes, 1)
         pages = min(affordable, options.max_num_seqs * _pages_for(spec, max_model_len, tokens))
     fits = bisect.bisect_right(range(1, max_model_len + 1), pages, key=lambda length: _pages_for(spec, length, tokens))
     if fits < 1:

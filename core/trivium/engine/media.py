@@ -48,8 +48,8 @@ class Images:
     def _encoded(self, tiles: Mapping[bytes, Tile]) -> Mapping[bytes, F32]:
         """float32[tokens, hidden] of each tile, by digest."""
         assert self._tower is not None and self._place is not None
-        new, pages = [tile for digest, tile in tiles.items() if digest not in self._kept], self._pages(self._tower)
-        most = self._tower.num_pages // pages
+        new = [tile for digest, tile in tiles.items() if digest not in self._kept]
+        most = self._tower.num_pages // (pages := -(-len(self.vision.positions) // self._tower.kv_spec.page_size))
         for some in (new[start : start + most] for start in range(0, len(new), most)):
             self._kept.update(zip((tile.digest for tile in some), self._run(self._tower, some, pages)))
         made = {digest: self._kept[digest] for digest in tiles}
@@ -58,10 +58,6 @@ class Images:
         while len(self._kept) > KEPT_BYTES // (4 * self.vision.tokens * self._place.hidden):
             self._kept.popitem(last=False)
         return made
-
-    def _pages(self, tower: Model) -> int:
-        """Of one tile."""
-        return -(-len(self.vision.positions) // tower.kv_spec.page_size)
 
     def _run(self, tower: Model, tiles: Sequence[Tile], pages: int) -> F32:
         """float32[tiles, tokens, hidden] of one step of the tower: each tile a sequence, on pages one after another."""

@@ -134,9 +134,7 @@ def chunked_attention(q: Array, kv: PagedState, query_starts: Array, context_len
     " -> y[tokens, heads, head_dim]", {"scale": 0.2}, {"scale": 0.2, "window": 3}, {"scale": 0.1, "window": 40},
     sizes={"step": (*STEPS, sequences([150, 7], [150, 7]))}, tolerance=4,
 )  # fmt: skip
-def bidirectional_attention(
-    q: Array, k: Array, v: Array, query_starts: Array, *, scale: float, window: int | None = None
-) -> Array:  # fmt: skip
+def bidirectional_attention(q: Array, k: Array, v: Array, query_starts: Array, *, scale: float, window: int | None = None) -> Array:
     """softmax(scale · q·kᵀ) · v without pages: token i reads the step's tokens j of its own sequence, earlier and later ones; with
     `window` those with |i - j| <= window only. Head h reads kv head h // (heads / kv_heads). A sequence that is read from both ends
     must be whole in its step (Devlin et al., "BERT", 2019; the window as in Beltagy et al., "Longformer", 2020)."""
@@ -145,9 +143,8 @@ def bidirectional_attention(
         for first in range(begin, end, BLOCK):
             at = np.arange(first, min(first + BLOCK, end))
             keys = np.arange(max(first - reach, begin), min(at[-1] + 1 + reach, end))
-            rows = q[at].swapaxes(0, 1).reshape(-1, q.shape[-1])
             unseen = np.tile(abs(at[:, None] - keys) > reach, (q.shape[1] // k.shape[1], 1))
-            found = _attend_one(rows, k[keys], v[keys], scale, None, None, unseen)
+            found = _attend_one(q[at].swapaxes(0, 1).reshape(-1, q.shape[-1]), k[keys], v[keys], scale, None, None, unseen)
             y[at] = found.reshape(q.shape[1], len(at), -1).swapaxes(0, 1)
     return y
 

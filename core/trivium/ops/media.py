@@ -78,4 +78,4 @@ def _infer_blocks(shapes: Sequence[Shape | None], attrs: Mapping[str, Any]) -> t
 def gather_blocks(x: Array, rows: Array, *, count: int) -> Array:
     """y[r] = rows rows[r] .. rows[r]+count-1 of x, side by side. With the patches of an image ordered block by block this is pixel
     shuffle (space to depth; Shi et al., "Real-Time Single Image and Video Super-Resolution", 2016)."""
-    return np.asarray(x[rows[:, None] + np.arange(count)].reshape(len(rows), -1))
+    return np.asarray(x[rows[:, None] + np.arange(count)].reshape(len(rows), count * x.shape[1]))

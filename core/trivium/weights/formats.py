@@ -39,26 +39,19 @@ _PLAIN = (
 )  # fmt: skip
 _DTYPES: Mapping[str, str] = {format: dtype for _, format, dtype in _PLAIN}
 
-# The block formats of GGML: GGUF type id, format, elements and bytes of a block.
+# The block formats of GGML: format, elements and bytes of a block.
 _BLOCKS = (
-    (2, "q4_0", 32, 18), (3, "q4_1", 32, 20), (6, "q5_0", 32, 22), (7, "q5_1", 32, 24), (8, "q8_0", 32, 34),
-    (10, "q2_k", 256, 84), (11, "q3_k", 256, 110), (12, "q4_k", 256, 144), (13, "q5_k", 256, 176), (14, "q6_k", 256, 210),
-    (16, "iq2_xxs", 256, 66), (17, "iq2_xs", 256, 74), (18, "iq3_xxs", 256, 98), (19, "iq1_s", 256, 50), (20, "iq4_nl", 32, 18),
-    (21, "iq3_s", 256, 110), (22, "iq2_s", 256, 82), (23, "iq4_xs", 256, 136), (29, "iq1_m", 256, 56), (34, "tq1_0", 256, 54),
-    (35, "tq2_0", 256, 66), (39, "mxfp4", 32, 17), (40, "nvfp4", 64, 36),
+    ("q4_0", 32, 18), ("q4_1", 32, 20), ("q5_0", 32, 22), ("q5_1", 32, 24), ("q8_0", 32, 34), ("q2_k", 256, 84),
+    ("q3_k", 256, 110), ("q4_k", 256, 144), ("q5_k", 256, 176), ("q6_k", 256, 210), ("iq2_xxs", 256, 66), ("iq2_xs", 256, 74),
+    ("iq3_xxs", 256, 98), ("iq1_s", 256, 50), ("iq4_nl", 32, 18), ("iq3_s", 256, 110), ("iq2_s", 256, 82), ("iq4_xs", 256, 136),
+    ("iq1_m", 256, 56), ("tq1_0", 256, 54), ("tq2_0", 256, 66), ("mxfp4", 32, 17), ("nvfp4", 64, 36),
 )  # fmt: skip
 
 FORMATS: Mapping[str, Format] = {
     **{format: Format(1, np.dtype(dtype).itemsize) for format, dtype in _DTYPES.items()},
-    **{format: Format(elements, size) for _, format, elements, size in _BLOCKS},
+    **{format: Format(elements, size) for format, elements, size in _BLOCKS},
 }
 """Every storage format that can be decoded, by the name that Weight.format carries."""
-
-GGML_TYPES: Mapping[int, str] = {
-    0: "float32", 1: "float16", 24: "int8", 25: "int16", 26: "int32", 27: "int64", 28: "float64", 30: "bfloat16",
-    **{kind: format for kind, format, _, _ in _BLOCKS},
-}  # fmt: skip
-"""GGUF tensor type id -> format. Ids that are missing (activation formats, withdrawn types) have no decoder."""
 
 SAFETENSORS_TYPES: Mapping[str, str] = {name: format for name, format, _ in _PLAIN}
 """safetensors dtype -> format."""
@@ -110,10 +103,13 @@ class TensorFile:
 
 
 def map_file(path: Path) -> Bytes:
-    """The bytes of a file, read only when they are used; CheckpointError if there are none."""
+    """The bytes of a file, read only when they are used; CheckpointError if there are none, or they can't be read."""
     if not path.is_file() or not path.stat().st_size:
         raise CheckpointError(f"{path} is {'empty' if path.is_file() else 'missing'}; an incomplete download?")
-    return np.asarray(np.memmap(path, np.uint8, mode="r"))
+    try:
+        return np.asarray(np.memmap(path, np.uint8, mode="r"))
+    except OSError as e:
+        raise CheckpointError(f"{path} can't be read: {e.strerror or e}") from e
 
 
 def decoder(format: str) -> Decoder:

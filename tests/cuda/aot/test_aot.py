@@ -9,19 +9,8 @@ from triton_aot import CHIPS, build, builds, meta, recorded, torch
 
 from trivium_cuda import tuning
 from trivium_cuda.kernels import (
-    activations,
-    attention,
-    experts,
-    fp8,
-    int4,
-    int8,
-    norms,
-    products,
-    quantise,
-    recurrent,
-    rotary,
-    sampler,
-)
+    activations, adapters, attention, experts, fp8, int4, int8, norms, products, quantise, recurrent, rotary, sampler,
+)  # fmt: skip
 
 F32, I32, I64, I8, U8, E4M3 = torch.float32, torch.int32, torch.int64, torch.int8, torch.uint8, torch.float8_e4m3fn
 MULTIPLY = {"_attend", "_product", "_whole", "_bytes"}
@@ -141,6 +130,12 @@ def delta() -> Any:
     return recurrent.gated_delta_rule(qk, qk, qk, gates, gates, meta(9, 32, 128, 128, dtype=F32), *where, scale=0.1)
 
 
+def adapted(rank: int, tokens: int) -> Callable[[], Any]:
+    """8 adapters of one rank on products of 4096 with 4096."""
+    a, b = (meta(8, rank, 4096, dtype=F32) for _ in range(2))
+    return lambda: adapters.lora(meta(tokens, 4096), meta(tokens, 4096), a, b, meta(tokens, dtype=I32))
+
+
 CALLS: dict[str, Callable[[], Any]] = {
     "add and norm": lambda: norms.add_rms_norm(meta(64, 4096), meta(64, 4096), meta(4096), 1e-5),
     "add and norm to int8": lambda: norms.add_rms_norm_quantise(meta(64, 8192), meta(64, 8192), meta(8192), 1e-5, kind="int8"),
@@ -166,6 +161,7 @@ CALLS: dict[str, Callable[[], Any]] = {
     "latent attention": latent,
     "latent attention over fp8": lambda: latent(E4M3),
     "delta rule": delta,
+    **{f"adapters of rank {rank}, {tokens} tokens": adapted(rank, tokens) for rank, tokens in ((16, 1), (64, 600), (256, 600))},
     "sampler": sampled,
     "sampler of one row": greedy,
     "decode of one sequence": single,

@@ -52,6 +52,7 @@ sampler        sample(logits[rows, width], columns: Columns, *, vocab_size, feat
                    int32[rows], logprobs, ranks, top_ids, top_logprobs); Columns are the device's copies of SampleInputs, Features
                    what any row asks for. Stages 2 to 6, 8, 10, 11 and 13; for typical_p, top_n_sigma and XTC the reference is
                    needed
+adapters       lora(y, x, a float[slots, rank, in], b float[slots, rank, out], adapters int32[tokens]) -> z, the operator lora
 recurrent      gated_delta_rule(q, k, v, g, beta, state float32[pages, heads, dk, dv], table int32[seqs], query_starts,
                    context_lens, *, scale) -> y; the state is changed in place
 """

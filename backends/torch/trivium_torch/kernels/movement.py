@@ -45,7 +45,7 @@ def media_rows(session: TorchSession, args: Args, attrs: Attrs) -> Tensor:
 def gather_blocks(session: TorchSession, args: Args, attrs: Attrs) -> Tensor:
     x, rows = args
     each = (rows[:, None] + torch.arange(attrs["count"], device=x.device)).flatten()
-    return torch.index_select(x, 0, each).reshape(len(rows), -1)
+    return torch.index_select(x, 0, each).reshape(len(rows), attrs["count"] * x.shape[1])
 
 
 def all_reduce(session: TorchSession, args: Args, attrs: Attrs) -> Tensor:
