@@ -252,7 +252,13 @@ def repack_groups(weight: Weight, device: torch.device) -> Int4:
     parts = _parts(weight)
     codes, scales, zeros, order = (_tensor(parts.get(name), device) for name in ("codes", "scales", "zeros", "order"))
     assert codes is not None and scales is not None
-    return Int4(int4.pack_int4(codes, scales, zeros, order))
+    return Int4(int4.pack_int4(codes, _narrowed(scales), zeros, order))
+
+
+def _narrowed(scales: Tensor) -> Tensor:
+    """float32 scales in the 16 bits that they were stored in, if they were."""
+    halves = (scales.to(dtype) for dtype in (torch.float16, torch.bfloat16))
+    return next((half for half in halves if torch.equal(half.to(F32), scales)), scales)
 
 
 def repack_fp8(weight: Weight, device: torch.device) -> Float8:

@@ -5,10 +5,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from triton_aot import CHIPS, builds, meta, torch
+from triton_aot import CHIPS, build, builds, meta, recorded, torch
 
+from trivium_cuda import tuning
 from trivium_cuda.kernels import (
-    activations, adapters, attention, experts, fp8, int4, int8, norms, quantise, recurrent, rotary, sampler,
+    activations, adapters, attention, experts, fp8, int4, int8, norms, products, quantise, recurrent, rotary, sampler,
 )  # fmt: skip
 
 F32, I32, I64, I8, U8, E4M3 = torch.float32, torch.int32, torch.int64, torch.int8, torch.uint8, torch.float8_e4m3fn
@@ -187,6 +188,25 @@ def test_a_launch_fits_the_chip_and_uses_its_matrix_units(name: str, capability:
         return  # Triton has mma.sync alone for whole numbers there
     if capability in NEWEST and name.endswith(("64 rows", "2048 rows", "heads of 128")):
         assert any(NEWEST[capability] in kinds for kinds in used), f"{name}: {used}"
+
+
+@pytest.mark.parametrize(("kind", "rows"), [("int4", 1), ("int8 rows", 2048)])
+def test_every_tile_that_is_timed_can_be_compiled(kind: str, rows: int) -> None:
+    """What the chip has no room for is left out when it is timed; what could not be compiled would end the loading of a model."""
+    with recorded(90) as found:
+        if kind == "int4":
+            x, matrix = meta(rows, 4096), packed(4096, 4096, 128).matrix()
+            tiles = tuning.neighbours(products.plan(rows, matrix, x.dtype, x.device, invariant=False))
+            for tile in tiles:
+                products.product(x, matrix, None, x.dtype, tile=tile)
+        else:
+            given = quantise.Rows(meta(rows, 4096, dtype=I8), meta(rows, 1, dtype=F32))
+            tiles = tuning.neighbours(products.rows_plan(rows, 4096, 4096, given.numbers.device, kind="int8", invariant=False))
+            for tile in tiles:
+                int8.linear_rows(given, meta(4096, 4096, dtype=I8), meta(4096, 1, dtype=F32), None, torch.bfloat16, tile=tile)
+    made = [build(launch, 90) for launch in found if launch.name in MULTIPLY]
+    assert len(made) == len(tiles) == len(set(tiles)) >= 3
+    assert all(b.matrix for b in made)
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100])

@@ -97,8 +97,8 @@ def _sum_choices(FOUND, weights, OUT, n, top_k, BLOCK: tl.constexpr):
 
 
 def _many(weight: Matrix, device: torch.device) -> int:
-    """Packed numbers take registers that 64 rows need where a product's sums are in registers of one warp."""
-    return MANY if not weight.packed or capability(device) in (90, 100, 103) else MANY // 2
+    """Numbers that become floats first take registers that 64 rows need where a product's sums are in registers of one warp."""
+    return MANY if weight.kind == "float" or capability(device) in (90, 100, 103) else MANY // 2
 
 
 def moe_experts(
