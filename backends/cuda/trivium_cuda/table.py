@@ -81,7 +81,8 @@ def lora(session: CudaSession, args: Args, attrs: Attrs) -> Tensor:
 def gated_delta_rule(session: CudaSession, args: Args, attrs: Attrs) -> tuple[Tensor, DeviceCarried]:
     q, k, v, g, beta, s, *_ = args
     r = s.reads
-    y = recurrent.gated_delta_rule(q, k, v, g, beta, s.data, r.block_tables, r.query_starts, r.context_lens, **attrs)
+    where = r.block_tables, r.query_starts, r.context_lens
+    y = recurrent.gated_delta_rule(q, k, v, g, beta, s.data, *where, **attrs, max_queries=r.max_query)
     return y, s
 
 

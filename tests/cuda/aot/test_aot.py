@@ -13,7 +13,7 @@ from trivium_cuda.kernels import (
 )  # fmt: skip
 
 F32, I32, I64, I8, U8, E4M3 = torch.float32, torch.int32, torch.int64, torch.int8, torch.uint8, torch.float8_e4m3fn
-MULTIPLY = {"_attend", "_product", "_whole", "_bytes"}
+MULTIPLY = {"_attend", "_product", "_whole", "_bytes", "_solve", "_delta_chunks"}
 """Kernels that must use the matrix units."""
 NEWEST = {90: "wgmma.mma_async", 100: "tcgen05.mma"}
 """What tiles of 64 rows and more must use there; smaller ones are mma.sync everywhere."""
@@ -127,7 +127,7 @@ def sampled() -> Any:
 
 def delta() -> Any:
     qk, gates, where = meta(64, 32, 128), meta(64, 32), (meta(8, dtype=I32), meta(9, dtype=I32), meta(8, dtype=I32))
-    return recurrent.gated_delta_rule(qk, qk, qk, gates, gates, meta(9, 32, 128, 128, dtype=F32), *where, scale=0.1)
+    return recurrent.gated_delta_rule(qk, qk, qk, gates, gates, meta(9, 32, 128, 128, dtype=F32), *where, scale=0.1, max_queries=64)
 
 
 def adapted(rank: int, tokens: int) -> Callable[[], Any]:

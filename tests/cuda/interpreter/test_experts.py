@@ -1,12 +1,12 @@
-"""Experts, packed or not, and the gated delta rule against the operators' references."""
+"""Experts, packed or not, against the operator's reference."""
 
 import numpy as np
 import pytest
 from triton_cases import DTYPES, OPERATORS, cases, near, rng, rounded, tensor, torch
 
-from trivium_cuda.kernels import experts, fp8, int4, int8, recurrent
+from trivium_cuda.kernels import experts, fp8, int4, int8
 
-MOE, DELTA = OPERATORS["moe_experts"], OPERATORS["gated_delta_rule"]
+MOE = OPERATORS["moe_experts"]
 
 
 def one_by_one(x, weights, ids, gate, up, down, gate_bias, up_bias, down_bias, *, dtype, **attrs):
@@ -102,25 +102,3 @@ def test_every_choice_has_one_place_in_a_block_of_its_expert():
     assert sorted(rows[real]) == list(range(ids.size))
     assert all((ids.flatten()[rows[b][real[b]]] == owners[b]).all() for b in range(len(owners)))
     assert (real.any(axis=1) == (owners >= 0)).all()
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_the_delta_rule_of_every_example_is_the_references(dtype):
-    for (q, k, v, g, beta, s, starts, contexts), attrs in cases("gated_delta_rule", dtype):
-        state = torch.from_numpy(s.data.copy())
-        where = tensor(s.table), tensor(starts), tensor(contexts)
-        got = recurrent.gated_delta_rule(*(tensor(a, dtype) for a in (q, k, v, g, beta)), state, *where, **attrs)
-        want, after = DELTA(q, k, v, g, beta, s, starts, contexts, **attrs)
-        near(got, want, dtype, "gated_delta_rule")
-        near(state, after.data, "float32", "gated_delta_rule")
-
-
-def test_a_sequence_of_the_delta_rule_has_the_same_bits_alone():
-    args, _ = list(cases("gated_delta_rule", "float32"))[3]
-    *rows, s, starts, contexts = args
-    state = torch.from_numpy(s.data.copy())
-    lone, begin, end = state.clone(), int(starts[2]), int(starts[3])
-    together = recurrent.gated_delta_rule(*map(tensor, rows), state, *map(tensor, (s.table, starts, contexts)), scale=0.5)
-    where = tensor(s.table[2:3]), tensor(np.array([0, end - begin], np.int32)), tensor(contexts[2:3])
-    alone = recurrent.gated_delta_rule(*(tensor(rounded(r[begin:end], "float32")) for r in rows), lone, *where, scale=0.5)
-    assert torch.equal(together[begin:end], alone)

@@ -54,5 +54,5 @@ sampler        sample(logits[rows, width], columns: Columns, *, vocab_size, feat
                    needed
 adapters       lora(y, x, a float[slots, rank, in], b float[slots, rank, out], adapters int32[tokens]) -> z, the operator lora
 recurrent      gated_delta_rule(q, k, v, g, beta, state float32[pages, heads, dk, dv], table int32[seqs], query_starts,
-                   context_lens, *, scale) -> y; the state is changed in place
+                   context_lens, *, scale, max_queries) -> y; the state is changed in place
 """
