@@ -233,3 +233,25 @@ def test_a_separator_has_the_id_that_the_tokenizer_gives_it_and_a_model_without_
     (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
     with pytest.raises(CheckpointError, match="sep_token_id"):
         opened(tmp_path)
+
+
+def test_ranks_share_the_heads_of_an_encoder(tmp_path):
+    model, tokenizer = encoder("bert", tmp_path)
+    with opened(tmp_path, "torch:cpu", backend_options={"tensor_parallel": 2}) as llm:
+        for got, text in zip(vectors(llm, TEXTS, "mean"), TEXTS, strict=True):
+            close(got, hidden_of(model, tokenizer, text).mean(0))
+
+
+@pytest.mark.parametrize(("more", "most"), [({"dtype": "bfloat16"}, 0.02), ({"quantize": "int8"}, 0.05)])
+def test_weights_and_activations_in_fewer_bits_change_embeddings_little(more, most, tmp_path):
+    model, tokenizer = encoder("modernbert", tmp_path)
+    with opened(tmp_path, "cpu", **more) as llm:
+        for output, text in zip(llm.embed(TEXTS), TEXTS, strict=True):
+            want = hidden_of(model, tokenizer, text).mean(0)
+            np.testing.assert_allclose(output.embedding, want / np.linalg.norm(want), atol=most)
+
+
+def test_a_prompt_is_embedded_by_the_backend_that_computes_prompts(tmp_path):
+    model, tokenizer = encoder("bert", tmp_path)
+    with opened(tmp_path, "reference", prefill="torch:cpu") as llm:
+        close(vectors(llm, TEXTS[:2], "cls"), [hidden_of(model, tokenizer, text)[0] for text in TEXTS[:2]])
