@@ -112,6 +112,13 @@ def test_a_decompression_bomb_is_refused_before_it_is_unpacked(size: tuple[int, 
         parts.read(bomb(*size))
 
 
+def test_a_line_of_pixels_is_not_blown_up_to_tiles_without_end() -> None:
+    image = pytest.importorskip("PIL.Image").new("RGB", (4_000_000, 1))
+    with pytest.raises(InvalidRequestError, match="enlarged"):
+        Tiling.of(processor_config(do_resize=False)).cut(image)
+    assert len(Tiling.of(processor_config()).cut(image).pixels) == 3
+
+
 def test_a_file_that_ends_too_soon_is_refused() -> None:
     with pytest.raises(InvalidRequestError, match="can't be read"):
         parts.read(png(photo(80, 80))[:-2000])

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from trivium.errors import CheckpointError, UnsupportedError
+from trivium.errors import CheckpointError, InvalidRequestError, UnsupportedError
 from trivium.models import count, flag, number, table
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class Tiling:
         )  # fmt: skip
 
     def cut(self, image: Image) -> Tiles:
-        """The tiles of an RGB image."""
+        """The tiles of an RGB image; InvalidRequestError if they would be too many."""
         if self.size is not None:
             image = self._resized(image, longest(image.size, self.size) if isinstance(self.size, int) else self.size)
         if not self.splits:
@@ -88,6 +88,9 @@ class Tiling:
         return values
 
     def _resized(self, image: Image, size: Size) -> Image:
+        if size[0] * size[1] > (2 * MAX_SIDE) ** 2:  # a line of pixels fills tiles that are mostly empty
+            message = f"an image of {image.size[0]} x {image.size[1]} pixels would be enlarged to {size[0]} x {size[1]}; crop it"
+            raise InvalidRequestError(message, param="messages")
         return image.resize(size, resample=self.resample)
 
 
