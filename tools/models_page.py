@@ -44,7 +44,6 @@ MISSING = """
 
 | family | it needs |
 | --- | --- |
-| DeepSeek-V3.2 in contexts longer than `index_topk`, GLM-5 | latent attention over positions that an indexer chooses |
 | DeepSeek-V4 | attention over compressed keys, hyper-connections |
 | encoders: ModernBERT and its like | attention to both sides without pages |
 

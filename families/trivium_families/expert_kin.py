@@ -77,8 +77,8 @@ def build_olmoe(info: ModelInfo, max_model_len: int | None) -> Program:
 
 
 def build_minimax_m2(info: ModelInfo, max_model_len: int | None) -> Program:
-    """MiniMax-M2: experts in every layer, chosen by sigmoid and a bias; queries and keys are normalised over all heads, a part of each
-    is rotated."""
+    """MiniMax-M2: experts in every layer, chosen by sigmoid and a bias; queries and keys are normalised over all heads, a part
+    of each is rotated."""
     d, (experts, chosen) = Decoder(info, max_model_len), experts_of(info.config, "num_local_experts")
 
     def feed_forward(i: int, x: Value) -> Value:

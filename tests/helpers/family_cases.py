@@ -163,6 +163,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek-v3.2": ("DeepseekV32", {
         **_ROUTED, **_LATENT, "n_group": 2, "topk_group": 1, "index_topk": 512, "index_head_dim": 12, "index_n_heads": 2,
     }),
+    "deepseek-v3.2-sparse": ("DeepseekV32", {
+        **_ROUTED, **_LATENT, "n_group": 2, "topk_group": 1, "index_topk": 7, "index_head_dim": 12, "index_n_heads": 6,
+    }),
+    "glm-dsa": ("GlmMoeDsa", {
+        **_ROUTED, **_LATENT, "index_topk": 7, "index_head_dim": 12, "index_n_heads": 6, "num_hidden_layers": 4,
+        "indexer_types": ["full", "shared", "full", "shared"],
+    }),
     "phi-moe": ("Phimoe", {**_EXPERTS, "router_jitter_noise": 0.2, "attention_bias": True, "lm_head_bias": True}),
     "phi-moe-window": ("Phimoe", {**_EXPERTS, "sliding_window": 7, "rope_parameters": {
         "rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 512, "short_mscale": 1.2,
