@@ -39,6 +39,13 @@ installs) says, and models answer on `reference` and `cpu` as the same numbers d
 | `quant_method` | what it is | tests |
 | --- | --- | --- |
 """
+HEADS = """
+## Heads for multi-token prediction
+
+`LLM(MODEL, speculative={{"method": "mtp"}})` drafts with the head that a checkpoint of these brings along; the head's logits are held
+to transformers' layers, and the output to that without drafts (`python -m pytest -m oracles tests/families/test_prediction_heads.py`):
+{}.
+"""
 MISSING = """
 ## What is missing, and what for
 
@@ -81,7 +88,8 @@ def page() -> str:
         what = " ".join((inspect.getdoc(family.build) or "").split("\n\n")[0].split())
         rows.append(f"| `{name}` | {what} | {gguf.get(name, '')} | {tests} |")
     stored = [f"| `{name}` | {what} | {FORMAT_TESTS} |" for name, what in formats()]
-    return "\n".join([HEAD + "\n".join(rows), FORMATS + "\n".join(stored), MISSING])
+    heads = ", ".join(sorted(f"`{name}`" for name, family, _ in families() if family.draft is not None))
+    return "\n".join([HEAD + "\n".join(rows), HEADS.format(heads) + FORMATS + "\n".join(stored), MISSING])
 
 
 def main() -> int:

@@ -22,7 +22,7 @@ from trivium.models.decoder import Rotation
 from trivium.ops import LatentKV, Program, Value, Weight
 
 from trivium_families.experts import shared_and_routed
-from trivium_families.heads import HeadDecoder
+from trivium_families.heads import HeadDecoder, stored_head
 from trivium_families.pieces import as_is, per_layer
 from trivium_families.plugin import Hook
 from trivium_families.stacked import Make, Rearranged, stack_experts
@@ -63,17 +63,21 @@ def build_v3(info: ModelInfo, max_model_len: int | None) -> Program:
 
 
 def draft_v3(info: ModelInfo, max_model_len: int | None) -> Program:
-    """The head of DeepSeek-V3: its layer stands behind the others in the checkpoint, with `num_nextn_predict_layers` 1."""
-    if info.config.get("num_nextn_predict_layers") != 1:
-        message = f"{info.architecture} must have a head of one layer ('num_nextn_predict_layers' 1) for its drafts, not "
-        raise UnsupportedError(f"{message}{info.config.get('num_nextn_predict_layers')!r}", param="num_nextn_predict_layers")
-    i, normalize = info.layers, flag(info.config, "norm_topk_prob", True)
-    layer = f"model.layers.{i}"
-    d = HeadDecoder(info, max_model_len, f"{layer}.shared_head.norm")
-    feed_forward = shared_and_routed(d, scoring="sigmoid", normalize=normalize, correction=True)
-    x = d.joined(f"{layer}.enorm", f"{layer}.hnorm", f"{layer}.eh_proj")
-    x = d.op("add", x, _latent_attention(d, i, d.norm(x, f"{layer}.input_layernorm"), d.rotation()))
-    return d.finish(d.op("add", x, feed_forward(i, d.norm(x, f"{layer}.post_attention_layernorm"))))
+    """The head of DeepSeek-V3: its layer stands behind the others in the checkpoint."""
+    d = stored_head(info, max_model_len)
+    return _head_layer(d, None)
+
+
+def draft_v32(info: ModelInfo, max_model_len: int | None) -> Program:
+    """The head of DeepSeek-V3.2, whose layer has an indexer, too."""
+    d, chosen = stored_head(info, max_model_len), count(info.config, "index_topk")
+    return _head_layer(d, _indexer(d, chosen, interleaved=False) if (max_model_len or info.max_positions) > chosen else None)
+
+
+def _head_layer(d: HeadDecoder, choose: Choose | None) -> Program:
+    feed_forward = shared_and_routed(d, scoring="sigmoid", normalize=flag(d.info.config, "norm_topk_prob", True), correction=True)
+    rotate = d.rotation()
+    return d.stored(lambda i, x: _latent_attention(d, i, x, rotate, choose=choose), feed_forward)
 
 
 def build_v32(info: ModelInfo, max_model_len: int | None) -> Program:
@@ -260,7 +264,7 @@ def _rearranged(name: str, make: Make, take: Callable[[np.ndarray], np.ndarray])
 
 deepseek_v2 = Hook(Family(build_v2, V2_DEFAULTS, read_deepseek, absorb))
 deepseek_v3 = Hook(Family(build_v3, V3_DEFAULTS, read_deepseek, absorb, draft_v3))
-deepseek_v32 = Hook(Family(build_v32, {**V3_DEFAULTS, "index_topk": 2048}, read_v32, absorb))
+deepseek_v32 = Hook(Family(build_v32, {**V3_DEFAULTS, "index_topk": 2048}, read_v32, absorb, draft_v32))
 glm_dsa = Hook(Family(build_glm_dsa, {**V3_DEFAULTS, "rms_norm_eps": 1e-5, "index_topk": 2048, "n_group": 1, "topk_group": 1},
                       read_v32, absorb))  # fmt: skip
 deepseek_v4 = Hook(Family(build_v4, V3_DEFAULTS, refuse_v4))

@@ -13,7 +13,7 @@ from functools import partial
 from trivium.models import Decoder, Family, ModelInfo, RawConfig, count, flag, read_info
 from trivium.ops import Program, Value
 
-from trivium_families.deepseek import V3_DEFAULTS, absorb, build_v3, latent_layers, read_deepseek, read_v32
+from trivium_families.deepseek import V3_DEFAULTS, absorb, build_v3, draft_v3, latent_layers, read_deepseek, read_v32
 from trivium_families.dense import flat_normed_attention
 from trivium_families.experts import experts_of, layers, moe, shared_and_routed
 from trivium_families.kin import stack
@@ -117,5 +117,5 @@ dots1 = Hook(Family(build_dots1, DOTS1_DEFAULTS, read_info, stack_experts))
 solar = Hook(Family(build_solar, SOLAR_DEFAULTS, read_info, stack_experts))
 olmoe = Hook(Family(build_olmoe, {**_LLAMA, "rms_norm_eps": 1e-5}, read_info, stack_experts))
 minimax_m2 = Hook(Family(build_minimax_m2, MINIMAX_DEFAULTS, read_minimax, _STACK))
-glm_lite = Hook(Family(build_glm_lite, GLM_LITE_DEFAULTS, read_v32, absorb))
+glm_lite = Hook(Family(build_glm_lite, GLM_LITE_DEFAULTS, read_v32, absorb, draft_v3))
 youtu = Hook(Family(build_youtu, YOUTU_DEFAULTS, read_deepseek, absorb))
