@@ -42,8 +42,8 @@ installs) says, and models answer on `reference` and `cpu` as the same numbers d
 HEADS = """
 ## Heads for multi-token prediction
 
-`LLM(MODEL, speculative={{"method": "mtp"}})` drafts with the head that a checkpoint of these brings along; the head's logits are held
-to transformers' layers, and the output to that without drafts (`python -m pytest -m oracles tests/families/test_prediction_heads.py`):
+`LLM(MODEL, speculative={{"method": "mtp"}})` drafts with the head that a checkpoint of these brings along; the head's logits are
+held to transformers' layers, and the output to that without drafts (`python -m pytest tests/families/test_prediction_heads.py`):
 {}.
 """
 MISSING = """

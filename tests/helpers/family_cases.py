@@ -203,6 +203,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmoe": ("Olmoe", {"num_experts": 6, "num_experts_per_tok": 2}),
     "minimax-m2": ("MiniMaxM2", {**_EXPERTS, "head_dim": 24, "rotary_dim": 12}),
     "glm4-moe-lite": ("Glm4MoeLite", {**_ROUTED, **_LATENT}),
+    "lfm2-moe": ("Lfm2Moe", {
+        "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "num_dense_layers": 1,
+        "routed_scaling_factor": 1.7, "layer_types": ["conv", "full_attention", "conv"],
+    }),
+    "ernie-moe": ("Ernie4_5_Moe", {
+        "moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 24, "moe_num_shared_experts": 2, "moe_layer_start_index": 1,
+        "moe_layer_end_index": 2,
+    }),
     "youtu": ("Youtu", {**_LATENT}),
     "hyperclovax": ("HyperCLOVAX", {
         "embedding_multiplier": 3.0, "logits_scaling": 0.25, "residual_multiplier": 0.3, "attention_multiplier": 0.1,
