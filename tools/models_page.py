@@ -40,12 +40,18 @@ do in float32 (`python -m pytest tests/formats`).
 | `quant_method` or file | what it is | tests |
 | --- | --- | --- |
 """
+HEADS = """
+## Heads for multi-token prediction
+
+`LLM(MODEL, speculative={{"method": "mtp"}})` drafts with the head that a checkpoint of these brings along; the head's logits are
+held to transformers' layers, and the output to that without drafts (`python -m pytest tests/families/test_prediction_heads.py`):
+{}.
+"""
 MISSING = """
 ## What is missing, and what for
 
 | family | it needs |
 | --- | --- |
-| DeepSeek-V3.2 in contexts longer than `index_topk`, GLM-5 | latent attention over positions that an indexer chooses |
 | DeepSeek-V4 | attention over compressed keys, hyper-connections |
 
 Recurrent states (LFM2, Qwen3-Next and 3.5, the Mamba-2 hybrids) are cached, forked, drafted, preempted, kept in tiers and moved
@@ -82,7 +88,8 @@ def page() -> str:
         what = " ".join((inspect.getdoc(family.build) or "").split("\n\n")[0].split())
         rows.append(f"| `{name}` | {what} | {gguf.get(name, '')} | {tests} |")
     stored = [f"| `{name}` | {what} | {FORMAT_TESTS} |" for name, what in formats()]
-    return "\n".join([HEAD + "\n".join(rows), FORMATS + "\n".join(stored), MISSING])
+    heads = ", ".join(sorted(f"`{name}`" for name, family, _ in families() if family.draft is not None))
+    return "\n".join([HEAD + "\n".join(rows), HEADS.format(heads) + FORMATS + "\n".join(stored), MISSING])
 
 
 def main() -> int:

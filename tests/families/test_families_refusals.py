@@ -28,13 +28,11 @@ def config(architecture: str, **more: Any) -> dict[str, Any]:
     return {**SIZES, "architectures": [architecture], **more}
 
 
-def test_sparse_attention_is_refused_where_it_would_be_sparse_and_only_there() -> None:
-    sparse = config("DeepseekV32ForCausalLM", **LATENT, index_topk=100)
-    with pytest.raises(UnsupportedError, match=r"sparse latent attention.*set max_model_len to 100 or less") as e:
-        build(sparse)
-    assert e.value.param == "max_model_len"
-    names = [call.name for call in build(sparse, max_model_len=100).calls]
-    assert names.count("latent_attention") == 4
+def test_attention_is_sparse_where_contexts_may_be_long_and_only_there() -> None:
+    sparse = config("DeepseekV32ForCausalLM", **LATENT, index_topk=100, index_n_heads=2, index_head_dim=16)
+    for length, names in ((101, {"top_positions": 4, "sparse_latent_attention": 4}), (100, {"latent_attention": 4})):
+        calls = [call.name for call in build(sparse, max_model_len=length).calls]
+        assert {name: calls.count(name) for name in calls if "latent_attention" in name or name == "top_positions"} == names
 
 
 def test_an_architecture_without_its_operators_says_which_are_missing() -> None:
@@ -65,6 +63,8 @@ def test_what_a_family_can_t_do_is_refused_by_its_key(architecture: str, fault: 
     ("Qwen3_5ForCausalLM", {"layer_types": ["full_attention"]}, "layer_types"),
     ("Gemma4ForCausalLM", {"num_kv_shared_layers": 4}, "num_kv_shared_layers"),
     ("Gemma3nForCausalLM", {}, "num_kv_shared_layers"),
+    ("GlmMoeDsaForCausalLM", {**LATENT, "index_topk_pattern": "SFFF"}, "indexer_types"),
+    ("GlmMoeDsaForCausalLM", {**LATENT, "index_topk_pattern": "FF"}, "indexer_types"),
     ("Gemma3nForCausalLM", {"num_kv_shared_layers": 0, "altup_active_idx": 4}, "altup_active_idx"),
     ("Gemma3nForCausalLM", {"num_kv_shared_layers": 0, "intermediate_size": [48, 48]}, "intermediate_size"),
     ("Gemma3nForCausalLM", {"num_kv_shared_layers": 0, "activation_sparsity_pattern": 1.0}, "activation_sparsity_pattern"),

@@ -163,6 +163,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek-v3.2": ("DeepseekV32", {
         **_ROUTED, **_LATENT, "n_group": 2, "topk_group": 1, "index_topk": 512, "index_head_dim": 12, "index_n_heads": 2,
     }),
+    "deepseek-v3.2-sparse": ("DeepseekV32", {
+        **_ROUTED, **_LATENT, "n_group": 2, "topk_group": 1, "index_topk": 7, "index_head_dim": 12, "index_n_heads": 6,
+    }),
+    "glm-dsa": ("GlmMoeDsa", {
+        **_ROUTED, **_LATENT, "index_topk": 7, "index_head_dim": 12, "index_n_heads": 6, "num_hidden_layers": 4,
+        "indexer_types": ["full", "shared", "full", "shared"],
+    }),
     "phi-moe": ("Phimoe", {**_EXPERTS, "router_jitter_noise": 0.2, "attention_bias": True, "lm_head_bias": True}),
     "phi-moe-window": ("Phimoe", {**_EXPERTS, "sliding_window": 7, "rope_parameters": {
         "rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 512, "short_mscale": 1.2,
@@ -196,6 +203,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmoe": ("Olmoe", {"num_experts": 6, "num_experts_per_tok": 2}),
     "minimax-m2": ("MiniMaxM2", {**_EXPERTS, "head_dim": 24, "rotary_dim": 12}),
     "glm4-moe-lite": ("Glm4MoeLite", {**_ROUTED, **_LATENT}),
+    "lfm2-moe": ("Lfm2Moe", {
+        "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "num_dense_layers": 1,
+        "routed_scaling_factor": 1.7, "layer_types": ["conv", "full_attention", "conv"],
+    }),
+    "ernie-moe": ("Ernie4_5_Moe", {
+        "moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 24, "moe_num_shared_experts": 2, "moe_layer_start_index": 1,
+        "moe_layer_end_index": 2,
+    }),
     "youtu": ("Youtu", {**_LATENT}),
     "hyperclovax": ("HyperCLOVAX", {
         "embedding_multiplier": 3.0, "logits_scaling": 0.25, "residual_multiplier": 0.3, "attention_multiplier": 0.1,

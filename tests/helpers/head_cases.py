@@ -14,6 +14,8 @@ HEADS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "qwen3-next": ({}, {}),
     "qwen3.5": ({}, {"mtp_num_hidden_layers": 1}),
     "deepseek-v3": ({}, {"num_nextn_predict_layers": 1}),
+    "deepseek-v3.2-sparse": ({"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]}, {"num_nextn_predict_layers": 1}),
+    "glm4-moe": ({}, {"num_nextn_predict_layers": 1}),
 }  # fmt: skip
 """By case: what is changed in it, and what its config.json says of the head."""
 
@@ -63,8 +65,7 @@ class Head:
         safetensors.save_file(tensors, folder / "model.safetensors")
         config = json.loads((folder / "config.json").read_text()) | said
         config["num_hidden_layers"] = self.count
-        if "layer_types" in config:
-            config["layer_types"] = config["layer_types"][: self.count]
+        config |= {key: config[key][: self.count] for key in ("layer_types", "mlp_layer_types") if config.get(key)}
         (folder / "config.json").write_text(json.dumps(config))
 
     def hidden(self, prompt: list[int]) -> Any:

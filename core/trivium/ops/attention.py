@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from trivium.errors import ProgramError
-from trivium.ops.examples import STEPS, Array, Draw, operator, sequences
+from trivium.ops.examples import STEPS, Array, Draw, normal, operator, sequences
 from trivium.ops.state import PagedState
 
 BLOCK = 128
@@ -170,4 +170,49 @@ def latent_attention(
     y = np.zeros_like(q_latent)
     for rows, latent, rope, visible in sequences_of(kv, query_starts, context_lens):
         y[rows] = attend(q[rows], np.concatenate([latent, rope], axis=-1), latent, visible, scale, None, None)
+    return y
+
+
+@operator(
+    "q[tokens, heads, dk], weights[tokens, heads], keys:LatentKV, query_starts[seqs+1]:int32, context_lens[seqs]:int32"
+    " -> positions[tokens, top_k]:int32", {"top_k": 3}, {"top_k": 20},
+    draw={"q": lambda d: normal(d.rng, *d.shape[:2], d.call["rank"] + d.call["rope_dim"])},
+)  # fmt: skip
+def top_positions(q: Array, weights: Array, keys: PagedState, query_starts: Array, context_lens: Array, *, top_k: int) -> Array:
+    """The positions that each token is to read, of those up to its own the top_k with the largest sum over heads h of
+    weights[h] · relu(q[h] · key), best first, the lower one at equal sums; -1 behind them where there are fewer. A key is its two
+    stored parts, one behind the other (the indexer of DeepSeek-AI, "DeepSeek-V3.2", 2025)."""
+    found = np.full((len(q), top_k), -1, np.int32)
+    for rows, *parts, visible in sequences_of(keys, query_starts, context_lens):
+        key = np.concatenate(parts, axis=-1)[:, 0]
+        for t, seen in enumerate(visible, rows.start):
+            worth = weights[t] @ np.maximum(q[t] @ key[seen].T, 0)
+            best = np.argsort(-worth, kind="stable")[:top_k]
+            found[t, : len(best)] = best
+    return found
+
+
+def _some_positions(d: Draw) -> list[Array]:
+    """Of each token up to top_k positions that it sees, in any order, then -1."""
+    ends, count = d.step.query_starts[1:], d.shape[1]
+    own = [c - e + t for c, b, e in zip(d.step.context_lens, d.step.query_starts, ends) for t in range(b, e)]
+    return [np.r_[d.rng.permutation(p + 1), np.full(count, -1)][:count] for p in own]
+
+
+@operator(
+    "q_latent[tokens, heads, rank], q_rope[tokens, heads, rope_dim], kv:LatentKV, query_starts[seqs+1]:int32,"
+    " context_lens[seqs]:int32, chosen[tokens, top_k]:int32 -> y[tokens, heads, rank]", {"scale": 0.2},
+    draw={"chosen": _some_positions}, sizes={"top_k": (1, 2, 5, 12, 9, 3)}, tolerance=4,
+)  # fmt: skip
+def sparse_latent_attention(
+    q_latent: Array, q_rope: Array, kv: PagedState, query_starts: Array, context_lens: Array, chosen: Array, *, scale: float
+) -> Array:
+    """latent_attention of which each token reads nothing but the positions chosen for it: one at least, none twice and none behind
+    its own; -1 stands for none (DeepSeek-AI, "DeepSeek-V3.2", 2025)."""
+    q, y = np.concatenate([q_latent, q_rope], axis=-1), np.zeros_like(q_latent)
+    for rows, latent, rope, visible in sequences_of(kv, query_starts, context_lens):
+        seen = np.zeros_like(visible)
+        for one, at in zip(seen, chosen[rows]):
+            one[at[at >= 0]] = True
+        y[rows] = attend(q[rows], np.concatenate([latent, rope], axis=-1), latent, seen, scale, None, None)
     return y

@@ -91,8 +91,8 @@ def _solve(
 
 
 # A program goes through a sequence with COLUMNS of a head's state, which stays in the page, DEPTH rows at a time in registers: for
-# each chunk reads CHUNK * (3 * dk + COLUMNS) numbers, 4 * CHUNK² bytes and the state twice, writes it once, 4 * dk * COLUMNS bytes each
-# time, and does 2 * CHUNK * (3 * dk * COLUMNS + CHUNK * (dk + 2 * COLUMNS)) operations.
+# each chunk reads CHUNK * (3 * dk + COLUMNS) numbers, 4 * CHUNK² bytes and the state twice, writes it once, 4 * dk * COLUMNS bytes
+# each time, and does 2 * CHUNK * (3 * dk * COLUMNS + CHUNK * (dk + 2 * COLUMNS)) operations.
 @triton.jit
 def _delta_chunks(
     Q, K, V, G, BETA, STATE, INVERSE, table, starts, contexts, Y, scale, dk, dv, heads, few, table_stride, q_token, q_head, k_token,

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from trivium.ops import Call
 from trivium_torch.kernels.dense import F32, Args, Attrs, full_rows
+from trivium_torch.kernels.moe import best
 from trivium_torch.pages import Floats, Paged, Span, alike
 from trivium_torch.session import TorchSession
 
@@ -204,10 +205,46 @@ def bidirectional_sdpa(session: TorchSession, args: Args, attrs: Attrs) -> Tenso
     return over_wholes(session, args, attrs, one)
 
 
+def top_positions(session: TorchSession, args: Args, attrs: Attrs) -> Tensor:
+    """Scores of a token and all keys are one product, heads as rows; they and their order in float32."""
+    q, weights, keys, *_ = args
+    top = attrs["top_k"]
+    found = torch.full((len(q), top), -1, dtype=torch.int32, device=q.device)
+    for span in keys.step.spans(None, True, 1, None):
+        key = torch.cat([keys.k.read(span.slots), keys.v.read(span.slots)], dim=-1)[0].to(F32)
+        n, count = span.rows.shape
+        rows = q[span.rows].to(F32).view(n, -1, q.shape[-1])
+        similar = torch.matmul(full_rows(session, rows), key.transpose(-1, -2))[:, : rows.shape[1]].relu()
+        worth = (weights[span.rows].to(F32)[..., None] * similar.view(n, count, q.shape[1], -1)).sum(dim=2)
+        worth = worth if span.mask is None else worth.masked_fill(~span.mask, -torch.inf)
+        order = best(worth, top)
+        order = order.masked_fill(worth.gather(-1, order) == -torch.inf, -1).to(torch.int32)
+        found[span.rows.flatten(), : order.shape[-1]] = order.flatten(0, 1)
+    return found
+
+
+def sparse_latent_attention(session: TorchSession, args: Args, attrs: Attrs) -> Tensor:
+    """latent_attention where a query sees its positions only; scores of all keys are made, and most of them are masked."""
+    q_latent, q_rope, kv, _, _, chosen = args
+    q, heads = torch.cat([q_latent, q_rope], dim=-1), q_latent.shape[1]
+
+    def one(span: Span) -> Tensor:
+        latent, turned = kv.k.read(span.slots).to(F32), kv.v.read(span.slots).to(F32)
+        at, keys = chosen[span.rows].long(), span.slots.shape[1]
+        seen = torch.zeros((*at.shape[:2], keys + 1), dtype=torch.bool, device=at.device)
+        seen = seen.scatter_(-1, torch.where(at < 0, keys, at), True)[..., :keys]
+        sight = span._replace(mask=seen.repeat(1, heads, 1))
+        k = torch.cat([latent, turned], dim=-1)
+        return attend(session, queries(q, span, 1).to(F32), k, latent, sight, scale=attrs["scale"])
+
+    return over_spans(q_latent, kv, 1, kv.k, attrs, one)
+
+
 TORCH_FUSED = (sdpa, bidirectional_sdpa)
 """Those that call torch's fused attention."""
 
 KERNELS: Mapping[str, Callable[[TorchSession, Args, Attrs], Any]] = {
     "kv_write": kv_write, "latent_write": latent_write, "paged_attention": paged_attention, "latent_attention": latent_attention,
     "chunked_attention": chunked_attention, "bidirectional_attention": bidirectional_attention,
+    "top_positions": top_positions, "sparse_latent_attention": sparse_latent_attention,
 }  # fmt: skip
