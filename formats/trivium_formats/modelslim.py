@@ -115,7 +115,8 @@ def _deq(weight: Weight) -> Floats:
     """deq_scale as float32[out]."""
     if weight.format == "float32":
         return weight.decode()
-    return (weight.data.reshape(-1) & 0xFFFFFFFF).astype(np.uint32).view(np.float32)
+    found: Floats = (weight.data.reshape(-1) & 0xFFFFFFFF).astype(np.uint32).view(np.float32)
+    return found
 
 
 def _bias(module: Module) -> Weight:
