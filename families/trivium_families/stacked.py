@@ -16,7 +16,7 @@ import numpy.typing as npt
 from trivium.errors import CheckpointError
 from trivium.models import RawConfig
 from trivium.ops import Weight
-from trivium_formats.lazy import Lazy
+from trivium_formats.lazy import Lazy, Parts
 
 Make = Callable[[], Weight]
 Array = npt.NDArray[Any]
@@ -35,9 +35,16 @@ class Stacked(Lazy):
         origin = "".join(f"({p.origin})" for p in parts) if all(p.origin for p in parts) else ""
         nbytes = sum(p.nbytes for p in parts)
         super().__init__(name, (len(parts), *first.shape), first.format, self._stack, self._decode, origin, nbytes)
-        object.__setattr__(self, "_members", parts)
+        vars(self).update(_members=parts, _parts=self._stacked_parts)
 
     _members: Sequence[Weight]
+
+    def _stacked_parts(self, start: int, stop: int) -> Parts | None:
+        """Codes with a scale a row, stacked; None where a member has more or less."""
+        found = [w.parts() if isinstance(w, Lazy) else None for w in self._members[start:stop]]
+        if any(p is None or p.keys() != {"codes", "scales"} for p in found):
+            return None
+        return {name: np.stack([p[name] for p in found if p is not None]) for name in ("codes", "scales")}
 
     def _stack(self) -> Array:
         return np.stack([p.data for p in self._members])
