@@ -13,6 +13,7 @@ from quantised_files import answers, check_numbers
 from trivium.errors import CheckpointError, UnsupportedError
 from trivium.ops import InputScale
 from trivium.weights import open_checkpoint
+from trivium_families.stacked import Stacked
 from weight_files import safetensors_bytes
 
 STEM = "model.layers.0.self_attn.q_proj"
@@ -59,6 +60,16 @@ def test_whole_numbers_and_scales_are_handed_on_as_they_are_stored(tmp_path: Pat
     folder, *_ = modelslim_pair(tmp_path / "offsets", "W8A16", asymmetric=True)
     shifted: Any = open_checkpoint(folder).tensor(f"{STEM}.weight")
     assert shifted.parts() is None
+
+
+def test_experts_that_are_stacked_are_stacked_whole_numbers(tmp_path: Path) -> None:
+    folder, _, _, matrices = modelslim_pair(tmp_path, "W8A8_DYNAMIC")
+    checkpoint, stems = open_checkpoint(folder), [f"model.layers.{i}.mlp.up_proj" for i in (0, 1)]
+    found: Any = Stacked("experts", [checkpoint.tensor(f"{stem}.weight") for stem in stems])
+    for part, stored in (("codes", "weight"), ("scales", "weight_scale")):
+        np.testing.assert_array_equal(found.parts()[part], np.stack([matrices[stem][stored] for stem in stems]))
+    mixed: Any = Stacked("experts", [checkpoint.tensor("model.norm.weight")] * 2)
+    assert mixed.parts() is None
 
 
 def test_names_of_a_multimodal_checkpoint_are_found_in_its_description(tmp_path: Path) -> None:

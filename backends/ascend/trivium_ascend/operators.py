@@ -46,6 +46,10 @@ SCHEMAS: Mapping[str, str] = {
         "(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor slot_mapping, *, "
         'Tensor? compress_lens=None, Tensor? compress_seq_offsets=None, Tensor? seq_lens=None, str? cache_mode="PA_NZ") -> ()'
     ),
+    "npu_scatter_nd_update_": (
+        "npu_scatter_nd_update_"
+        "(Tensor(a!) input, Tensor indices, Tensor updates) -> Tensor(a!)"
+    ),
     "npu_fused_infer_attention_score_v2": (
         "npu_fused_infer_attention_score_v2"
         "(Tensor query, Tensor key, Tensor value, *, Tensor? query_rope=None, Tensor? key_rope=None, Tensor? pse_shift=None, "

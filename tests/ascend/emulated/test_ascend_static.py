@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from modelslim_files import modelslim_pair
+from quantised_files import quantised_pair
 
 from trivium import LLM, SamplingParams
 from trivium.ops import InputScale, Weight
@@ -117,6 +118,26 @@ def test_kinds_without_a_scale_for_all_tokens_are_rounded_token_by_token(npu, tm
     found, _ = answers(folder, "ascend", dtype="float16", quantize="w8a8", strict=True)
     assert npu.log.count("aclnnDynamicQuant") and not npu.log.count("aclnnQuantize") and not npu.log.count("aclnnAddRmsNormQuant")
     assert np.abs(found - on_host(plain)[0]).mean() < 0.08
+
+
+def test_scales_of_compressed_tensors_are_used(npu, tmp_path):
+    """Numbers and scales are resident as they are stored, though they are of float32 and on no lattice of floats."""
+    group = {
+        "targets": ["Linear"], "weights": {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True},
+        "input_activations": {"num_bits": 8, "type": "int", "strategy": "tensor", "dynamic": False, "symmetric": True},
+    }  # fmt: skip
+    config = {"quant_method": "compressed-tensors", "format": "int-quantized", "config_groups": {"group_0": group}, "ignore": []}
+
+    def store(stem, array, rng):
+        scales = (np.abs(array).max(axis=1, keepdims=True) / 127).astype(np.float32)
+        whole = np.round(array / scales).astype(np.int8)
+        step = np.array([STEPS[stem.rpartition(".")[2]]], np.float32)
+        return {"weight": whole, "weight_scale": scales, "input_scale": step}, whole.astype(np.float32) * scales
+
+    folder, plain, _ = quantised_pair(tmp_path, config, store, **SIZES)
+    found, _ = answers(folder, "ascend", dtype="float16", quantize="w8a8", strict=True)
+    assert npu.log.count("aclnnQuantize") and npu.log.count(NORM) and npu.log.last("aclnnQuantize").scale.numel() == 1
+    assert np.abs(found - on_host(plain)[0]).mean() < 0.25
 
 
 @pytest.mark.parametrize("quantize", ["int8", "auto"])
