@@ -9,6 +9,7 @@ import documented_plugins
 import numpy as np
 import pytest
 from chat_models import TEMPLATE, make_chat_model
+from peft_adapters import adapter_config, write_adapter
 from tiny_checkpoints import byte_tokenizer, make_checkpoint, make_weights, tiny_config, write_safetensors
 from weight_files import safetensors_bytes, write_gguf
 
@@ -246,6 +247,36 @@ def test_a_quantised_checkpoint_that_nobody_reads_is_refused_with_the_formats_th
     make_checkpoint(tmp_path / "model", "llama", quantization_config={"quant_method": "rowscales"})
     with pytest.raises(UnsupportedError, match=r"quantised by rowscales, which can't be read.*\(there is .*rowscale.*\)"):
         open_checkpoint(tmp_path / "model")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_adapter_of_a_plugins_format_is_the_change_that_it_stands_for(plugins, tmp_path, backend):
+    """Beside the same change in PEFT's format: A with one row, B of ones."""
+    model, module = make_checkpoint(tmp_path / "model", "llama"), "model.layers.1.self_attn.o_proj"
+    a = (
+        np.random.default_rng(5)
+        .standard_normal((1, make_weights(tiny_config("llama"))[f"{module}.weight"].shape[1]))
+        .astype(np.float32)
+    )
+    own = tmp_path / "own"
+    own.mkdir()
+    np.savez(own / "nudge.npz", **{module: a[0]})
+    stem, b = f"base_model.model.{module}", np.ones((tiny_config("llama")["hidden_size"], 1), np.float32)
+    config = adapter_config([module.rpartition(".")[2]], 1, lora_alpha=1)
+    peft = write_adapter(tmp_path / "peft", {f"{stem}.lora_A.weight": a, f"{stem}.lora_B.weight": b}, config)
+    with LLM(str(model), backend, progress=False, num_kv_blocks=30, enable_lora=True) as llm:
+        llm.load_adapter("own", own)
+        llm.load_adapter("peft", peft)
+        params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=1)
+        found = [llm.generate([[5, 6, 7]], params, adapter=name)[0].outputs[0] for name in (None, "own", "peft")]
+    assert found[1].token_ids == found[2].token_ids and found[1].logprobs == found[2].logprobs != found[0].logprobs
+
+
+def test_an_adapter_that_no_plugin_reads_is_refused_with_what_is_missing(plugins, tmp_path):
+    folder = make_checkpoint(tmp_path / "model", "llama")
+    refused = pytest.raises(CheckpointError, match=r"is no adapter: adapter_config\.json or nudge\.npz is missing")
+    with LLM(folder, "reference", progress=False, num_kv_blocks=30, enable_lora=True) as llm, refused:
+        llm.load_adapter("own", tmp_path)
 
 
 def test_a_tokenizer_from_a_plugin_encodes_decodes_and_generates(plugins, tmp_path):

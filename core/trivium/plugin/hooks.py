@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import numpy.typing as npt
 import pluggy
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     import tokenizers
 
     from trivium.models import Family
+    from trivium.models.lora import Target
     from trivium.text.syntaxes import ReasoningSyntax, ToolSyntax
     from trivium.weights import Checkpoint
 
@@ -44,6 +46,11 @@ know where the data is repacked without loss. Other tensors are handed on as the
 CheckpointReader = Callable[[Path], "Checkpoint"]
 """(the file) -> the model in it, whose configuration has the keys of config.json and whose tensors have canonical names. What is
 wrong with the file is a CheckpointError, what can't be read an UnsupportedError."""
+AdapterParts = Mapping["tuple[str, tuple[int, int] | None]", "tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]"]
+"""By a target's module and rows: A float32[r, in] and B float32[r, out], the scale in B; x·Aᵀ·B is added to what it gives."""
+AdapterReader = Callable[[Path, "Sequence[Target]", int, int], AdapterParts]
+"""(an adapter's folder, the projections that adapters can change, the largest rank, the size of heads whose rows the checkpoint
+stores in interleaved order or 0) -> the parts of those that the adapter changes."""
 TokenizerFactory = Callable[[Path, Mapping[str, Any]], "tokenizers.Tokenizer"]
 """(the checkpoint's folder, tokenizer_config.json) -> what encodes, of the library `tokenizers`, with its decoder."""
 ModelSource = Callable[[str, "Path | None", bool, bool], "str | Path"]
@@ -77,6 +84,10 @@ class Hooks:
         """Returns the reader of a storage format. NAME: the "quant_method" in the quantization_config of config.json; or,
         ending in ".json", a file beside it: where config.json has none, that file's object is read, its keys named as tensors
         are."""
+
+    @hookspec
+    def trivium_adapter_format(self) -> AdapterReader:  # type: ignore[empty-body]
+        """Returns the reader of a format of adapters. NAME: the file in an adapter's folder that shows it."""
 
     @hookspec
     def trivium_tokenizer(self) -> TokenizerFactory:  # type: ignore[empty-body]
