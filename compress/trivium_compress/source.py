@@ -129,15 +129,17 @@ def _by_stored_names(program: Program, checkpoint: Checkpoint, arranged: Checkpo
 
 
 def check_output(source: Source, output: Path) -> None:
-    """InvalidRequestError unless `output` is a new .gguf file for a .gguf file, and a new folder for a folder."""
+    """InvalidRequestError unless `output` is a new .gguf file for a .gguf file, and something new for a folder."""
     if source.gguf is not None and output.suffix != ".gguf":
         raise InvalidRequestError(f"a .gguf file becomes a .gguf file; {output} is none", param="output")
-    if source.gguf is None and output.suffix == ".gguf":
-        message = "a folder becomes a folder in the format compressed-tensors; for a .gguf file convert it to one first"
-        raise InvalidRequestError(message, param="output")
+    check_new(output, source.path)
+
+
+def check_new(output: Path, source: Path) -> None:
+    """InvalidRequestError if there is something at `output`."""
     if output.exists():
         raise InvalidRequestError(f"{output} exists; give another output, or remove it", param="output")
-    if output.resolve() == source.path.resolve():
+    if output.resolve() == source.resolve():
         raise InvalidRequestError("the output can't be the source", param="output")
 
 

@@ -16,7 +16,9 @@ import numpy.typing as npt
 from trivium.errors import CapacityError, CheckpointError, InvalidRequestError
 from trivium.ops import Value
 from trivium.text import Tokenizer
+from trivium.weights import open_checkpoint
 from trivium.weights.checkpoint import EMBEDDING, HEAD
+from trivium_formats.gguf import GGUFFile
 
 from trivium_compress import memory
 from trivium_compress.finish import finish_folder, finish_gguf
@@ -24,9 +26,10 @@ from trivium_compress.floats import is_finite
 from trivium_compress.layer import Layer, Target, check_zeros, round_table, target
 from trivium_compress.parts import Parts
 from trivium_compress.recipe import Recipe
-from trivium_compress.source import Source, check_output, open_source
+from trivium_compress.source import Source, check_new, check_output, open_source
 from trivium_compress.stored import BLOCKS
 from trivium_compress.structure import Projection, Scaling, projections, scalings
+from trivium_compress.to_gguf import SOURCE, to_gguf
 from trivium_compress.texts import cut, read_text, spread
 from trivium_compress.walk import Inputs, Live, Segment, Walk
 
@@ -58,6 +61,9 @@ def quantise(
     memory.py. Raises InvalidRequestError for what can't be asked, also if what was begun was begun otherwise or from another model;
     CapacityError if the bound is too low; UnsupportedError and CheckpointError as open_checkpoint().
     """
+    if output.suffix == ".gguf" and model.is_dir() and not any(model.glob("*.gguf")):
+        check_new(output, model)
+        return _by_file(model, output, recipe, calibration, memory_bytes=memory_bytes, progress=progress)
     source = open_source(model, None if calibration is None else max(calibration.window, LEAST))
     check_output(source, output)
     if recipe.needs_inputs() and calibration is None:
@@ -65,6 +71,16 @@ def quantise(
         raise InvalidRequestError(f"{what} looks at the inputs of projections: give a text to calibrate with", param="calibrate")
     job = Job(source, recipe, output, calibration, memory_bytes, progress or (lambda done, total, what: None))
     return job.run()
+
+
+def _by_file(model: Path, output: Path, *arguments: Any, **options: Any) -> dict[str, Any]:
+    """A folder as a .gguf file of the same numbers, kept beside the output until that is whole, and what it becomes."""
+    plain = output.with_name(output.stem + ".plain.gguf")
+    if not plain.exists() or GGUFFile(plain).metadata.get(SOURCE) != open_checkpoint(model).fingerprint:
+        to_gguf(model, plain)
+    report = quantise(plain, output, *arguments, **options)
+    plain.unlink()
+    return report
 
 
 @dataclass

@@ -6,8 +6,11 @@ may leave out has the format's own default here.
 
 from __future__ import annotations
 
+import re
+
+import numpy as np
 from trivium.plugin import hookimpl
-from trivium_formats.gguf import LAYER, Config, GGUFModel, Keys
+from trivium_formats.gguf import LAYER, Config, Floats, GGUFModel, Keys, Writing
 
 _GEMMA = LAYER | {
     "ffn_norm": "pre_feedforward_layernorm", "post_attention_norm": "post_attention_layernorm",
@@ -67,9 +70,44 @@ def _extend_phi3(keys: Keys, config: Config) -> None:
     config["sliding_window"] = keys.get("attention.sliding_window", int, None) or None
 
 
-llama = Hook(GGUFModel("LlamaForCausalLM", "llama", LAYER, lambda _, config: config.update(rope_interleaved=True)))
-qwen2 = Hook(GGUFModel("Qwen2ForCausalLM", "qwen2", LAYER))
-qwen3 = Hook(GGUFModel("Qwen3ForCausalLM", "qwen3", LAYER))
+def _interleaved(name: str, numbers: Floats, config: Config) -> Floats:
+    """Rows of queries and keys so that the pairs which are rotated together are neighbours, as llama.cpp's converter has them."""
+    if not re.search(r"\.[qk]_proj\.", name):
+        return numbers
+    halves = numbers.reshape(-1, 2, config["head_dim"] // 2, *numbers.shape[1:])
+    return halves.swapaxes(1, 2).reshape(numbers.shape)
+
+
+def _whole_norms(name: str, numbers: Floats, config: Config) -> Floats:
+    """Norm weights plus the one that folders leave off."""
+    return numbers + np.float32(1) if name.endswith("norm.weight") else numbers
+
+
+def _gemma3_keys(config: Config) -> Config:
+    every = config.get("sliding_window_pattern") or 6
+    kinds = config.get("layer_types") or [
+        "sliding_attention" if (i + 1) % every else "full_attention" for i in range(config["num_hidden_layers"])
+    ]
+    scale = config["query_pre_attn_scalar"] if config.get("query_pre_attn_scalar") else config["head_dim"]
+    cap = config.get("final_logit_softcapping")
+    near = (config.get("rope_parameters") or {}).get("sliding_attention") or {}
+    return {
+        "attention.sliding_window": int(config["sliding_window"]), "attention.scale": float(scale) ** -0.5,
+        "attention.sliding_window_pattern": [kind == "sliding_attention" for kind in kinds],
+        "rope.freq_base_swa": float(near.get("rope_theta") or config.get("rope_local_base_freq") or 1e4),
+        **({"final_logit_softcapping": float(cap)} if cap else {}),
+    }  # fmt: skip
+
+
+llama = Hook(GGUFModel(
+    "LlamaForCausalLM", "llama", LAYER, lambda _, config: config.update(rope_interleaved=True),
+    writing=Writing(("LlamaForCausalLM", "MistralForCausalLM"), change=_interleaved, alike={"rope_interleaved": False}),
+))  # fmt: skip
+qwen2 = Hook(GGUFModel("Qwen2ForCausalLM", "qwen2", LAYER, writing=Writing(("Qwen2ForCausalLM",))))
+qwen3 = Hook(GGUFModel("Qwen3ForCausalLM", "qwen3", LAYER, writing=Writing(("Qwen3ForCausalLM",))))
 gemma2 = Hook(GGUFModel("Gemma2ForCausalLM", "gemma2", _GEMMA, _extend_gemma2))
-gemma3 = Hook(GGUFModel("Gemma3ForCausalLM", "gemma3_text", _GEMMA, _extend_gemma3))
+gemma3 = Hook(GGUFModel(
+    "Gemma3ForCausalLM", "gemma3_text", _GEMMA, _extend_gemma3,
+    writing=Writing(("Gemma3ForCausalLM",), _gemma3_keys, _whole_norms, {"norm_offset": 1.0}),
+))  # fmt: skip
 phi3 = Hook(GGUFModel("Phi3ForCausalLM", "phi3", _PHI3, _extend_phi3))

@@ -329,7 +329,7 @@ def test_outputs_and_texts_that_can_not_be_used_are_refused(llama: Path, tmp_pat
     (tmp_path / "bytes").write_bytes(b"\xff\xfe\x00")
     (tmp_path / "short").write_text("short")
     for output, given, message in (
-        ("there", None, "exists"), ("out.gguf", None, "becomes a folder"), ("out", "none", "can't be read"),
+        ("there", None, "exists"), ("out", "none", "can't be read"),
         ("out", "bytes", "is not UTF-8"), ("out", "short", "has fewer than 16 tokens"),
     ):  # fmt: skip
         with pytest.raises(InvalidRequestError, match=message):

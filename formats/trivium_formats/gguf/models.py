@@ -11,14 +11,17 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 from trivium.errors import CheckpointError, UnsupportedError
 from trivium.extensions import blame, find, installed
 
 from trivium_formats.gguf.file import GGUFFile
 
 Config = dict[str, Any]
+Floats = npt.NDArray[np.float32]
 
-_OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 LAYER = {
     "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj",
     "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm", "attn_norm": "input_layernorm",
@@ -77,7 +80,7 @@ def map_names(file: GGUFFile) -> dict[str, str]:
     for tensor in file.tensors:
         match = _NAME.fullmatch(tensor)
         layer, stem, suffix = match.groups() if match else ("", "", "")
-        new = layer_names.get(stem) if layer else _OUTER.get(stem)
+        new = layer_names.get(stem) if layer else OUTER.get(stem)
         name = f"model.layers.{int(layer)}.{new}.{suffix}" if layer else f"{new}.{suffix}"
         if name in mapped:
             raise CheckpointError(f"{file.path}: the tensors {mapped[name]!r} and {tensor!r} are the same one")
@@ -166,12 +169,26 @@ def _rope_scaling(keys: Keys) -> Config | None:
     return {"rope_type": kind, "factor": factor} | ({} if original is None else {"original_max_position_embeddings": original})
 
 
+class Writing(NamedTuple):
+    """How a folder becomes a file of this architecture. classes: those of config.json that are written so. keys: metadata beyond
+    what decoders have in common, without the architecture's name, from the flattened configuration. change: (canonical name,
+    numbers float32 of rows that are whole heads, configuration) -> the numbers of the file. alike: what the configuration of the
+    file says otherwise because of `change`, as the folder's has it."""
+
+    classes: tuple[str, ...]
+    keys: Callable[[Config], Config] = lambda config: {}
+    change: Callable[[str, Floats, Config], Floats] | None = None
+    alike: Mapping[str, Any] = {}
+
+
 class GGUFModel(NamedTuple):
     """One architecture of GGUF files as config.json calls it. `names`: a layer's tensors, by their names between "blk.N." and
-    ".weight". `extend` fills in what only this architecture has; `read` gives all the rest."""
+    ".weight". `extend` fills in what only this architecture has; `read` gives all the rest. `writing`: None where files are read
+    only."""
 
     hf_class: str
     model_type: str
     names: Mapping[str, str]
     extend: Callable[[Keys, Config], None] | None = None
     read: Callable[[Keys], Config] = read_decoder
+    writing: Writing | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Mapping, Sequence
 from operator import add
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,7 @@ _BLANK = "\u2581"  # how SentencePiece writes a space
 _ROLES = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token", "seperator": "sep_token"}
 _ENDS = ("eot", "eom")  # of turn and of message
 _KINDS = ("gpt2", "llama", "gemma4")  # the first is byte-level, the others are SentencePiece's
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # values of `tokenizer.ggml.token_type`
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6  # values of `tokenizer.ggml.token_type`
 
 # How each byte-level vocabulary cuts text into words before merging, by the name that files carry (`tokenizer.ggml.pre`). The
 # patterns are those of the models' own tokenizer.json files.
@@ -51,9 +52,10 @@ WHOLE_WORDS_FIRST = frozenset({"llama-bpe", "llama3", "llama-v3", "falcon3", "pi
 
 
 def read_vocabulary(metadata: Mapping[str, Any]) -> Vocabulary:
-    """What the keys `tokenizer.*` of a file say. Raises what Words does."""
+    """What the keys `tokenizer.*` of a file say. Raises what Words does. Unused tokens at the end are none: they only fill the rows
+    of the embedding."""
     words = Words(metadata)
-    find, count = words.tokens.__getitem__, len(words.tokens)
+    find, count = words.tokens.__getitem__, 1 + max((i for i, kind in enumerate(words.types) if kind != _UNUSED), default=-1)
     return Vocabulary(
         words.vocab.get, find, words.added, words.decoder, count, words.build, words.check, words.config(), words.ends
     )
@@ -163,6 +165,59 @@ def _sentencepiece(vocabulary: Words) -> Tokenizer:
     blanks = normalizers.Replace(" ", _BLANK)
     backend.normalizer = normalizers.Sequence([normalizers.Prepend(_BLANK), blanks]) if vocabulary.prefix else blanks
     return backend
+
+
+def describe_vocabulary(content: Mapping[str, Any], size: int) -> dict[str, Any]:
+    """The keys of `size` tokens (those behind the last one are unused), their types, merges and cuts, from the content of a
+    tokenizer.json; UnsupportedError for what the format has no word for. Ids of roles are another matter."""
+    model, added = content["model"], {token["id"]: token for token in content.get("added_tokens") or ()}
+    if model.get("type", "BPE") != "BPE":
+        raise UnsupportedError(f"the tokenizer's model is {model['type']}; GGUF files are written for BPE")
+    by_id = {i: text for text, i in model["vocab"].items()} | {i: token["content"] for i, token in added.items()}
+    if max(by_id) >= size:
+        raise CheckpointError(f"the tokenizer has the id {max(by_id)}, but the model knows {size} tokens")
+    tokens = [by_id.get(i, f"[UNUSED_{i}]") for i in range(size)]
+    pairs = [pair.split(" ", 1) if isinstance(pair, str) else pair for pair in model.get("merges") or ()]
+    types = [_UNUSED if i not in by_id else _NORMAL for i in range(size)]
+    for i, token in added.items():
+        types[i] = _CONTROL if token["special"] else _USER_DEFINED
+    keys: dict[str, Any] = {"tokens": tokens, "token_type": types, "merges": [" ".join(pair) for pair in pairs]}
+    if not model.get("byte_fallback"):
+        return {"model": "gpt2", "pre": _cut_name(content), **keys}
+    rank = {token: -float(i) for i, token in reversed([*enumerate(map("".join, pairs))])}
+    for i, token in by_id.items():
+        if re.fullmatch("<0x[0-9A-F]{2}>", token):
+            types[i] = _BYTE
+    if model.get("unk_token") in model["vocab"]:
+        types[model["vocab"][model["unk_token"]]] = _UNKNOWN
+    scores = [rank.get(token, -float(len(pairs))) for token in tokens]
+    return {"model": "llama", "scores": scores, "add_space_prefix": "Prepend" in _kinds(content.get("normalizer")), **keys}
+
+
+def _kinds(part: Any) -> dict[str, Any]:
+    """The steps of a part of tokenizer.json by their type."""
+    steps = (part or {}).get("normalizers") or (part or {}).get("pretokenizers") or [part]
+    return {step["type"]: step for step in steps if step}
+
+
+def _cut_name(content: Mapping[str, Any]) -> str:
+    """The name of how words are cut before merging; UnsupportedError if there is none that does the same."""
+    steps = content.get("pre_tokenizer") or {}
+    patterns: list[str] = []
+    for step in steps.get("pretokenizers", [steps]):
+        if step.get("type") == "Split" and not step.get("invert") and step.get("behavior") == "Isolated":
+            patterns.append(step["pattern"].get("Regex", ""))
+        elif step.get("type") == "Digits" and step.get("individual_digits"):
+            patterns.append(r"\p{N}")
+        elif step.get("type") == "ByteLevel":
+            patterns += [_GPT2] if step.get("use_regex", True) else []
+        else:
+            raise UnsupportedError(f"the tokenizer cuts words by {step.get('type')}, for which GGUF files have no name")
+    whole = bool(content["model"].get("ignore_merges"))
+    names = [name for name, cuts in _SPLITS.items() if cuts == tuple(patterns) and (name in WHOLE_WORDS_FIRST) == whole]
+    if not names:
+        raise UnsupportedError(f"the tokenizer cuts words by {patterns}, for which GGUF files have no name known here")
+    return names[0]
 
 
 def derive_merges(tokens: Sequence[str], types: Sequence[int], scores: Sequence[float]) -> list[tuple[str, str]]:
