@@ -153,7 +153,7 @@ class Whole(NamedTuple):
 
 def starts_of_step(call: Call) -> str | None:
     """Why a call's sequences are not known on the host, from where nobody has to wait for them."""
-    starts = call.args[3]
+    starts = call.args[-1]
     return None if starts is not None and starts.kind == "input" else "query starts must be the step's own"
 
 
