@@ -122,6 +122,7 @@ def _bert(e: Encoder, skipped: int) -> Program:
     places = b.weight(f"{at}.position_embeddings.weight", (size, hidden), rows=rows)
     segments = count(info.config, "type_vocab_size")
     kinds = b.weight(f"{at}.token_type_embeddings.weight", (segments, hidden))
+    # A separator that a text spells out counts, too: nothing but the tokens says where a pair's second text begins.
     separator = count(info.config, "sep_token_id", 1 if segments == 1 else None)
     x = e.op("embedding", b.input("token_ids"), e.words)
     x = e.op("add", x, e.op("embedding", b.input("positions"), places))

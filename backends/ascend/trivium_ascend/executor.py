@@ -149,6 +149,7 @@ class AscendExecutable(Executable):
         session = self._session
         with torch.inference_mode():
             session.begin_step()
+            session.query_starts = batch.query_starts
             inputs = {v.name: session.put(getattr(batch, v.name)) for v in self._program.inputs}
             states = [session.step_state(i, batch) for i in range(len(self._program.states))]
             outputs = self.tape.run(inputs, states, batch)

@@ -182,6 +182,7 @@ class CudaSession(TorchSession):
 
     def stage(self, batch: Batch) -> Mapping[str, Tensor]:
         """The arrays of a step on the device, by one copy."""
+        self.query_starts = batch.query_starts
         return upload(self.api, self.pinned, arrays_of(batch))
 
     def begin(self, arrays: Mapping[str, Tensor], max_query: int, max_context: int) -> None:

@@ -30,6 +30,7 @@ class TorchExecutable(EagerExecutable):
     def run(self, batch: Batch) -> Step:
         with torch.inference_mode():
             self._torch_session.begin_step()
+            self._torch_session.query_starts = batch.query_starts
             return super().run(batch)
 
 
@@ -59,6 +60,8 @@ class TorchSession(Session):
         self._loaded: dict[Any, tuple[Resident, Weight]] = {}
         self._weight_bytes = self._kv_bytes = self._pages = 0
         self._steps: dict[Any, Any] = {}
+        self.query_starts: npt.NDArray[np.int32] = np.zeros(1, np.int32)
+        """Those of the step that is being started, on the host: int32[seqs + 1]."""
 
     # What differs from device to device.
 

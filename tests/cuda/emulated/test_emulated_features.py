@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from peft_adapters import EVERY, make_adapter
 from tiny_checkpoints import make_checkpoint
+from trivium_cuda.executor import QueuedExecutable
 
 from trivium import LLM, PoolingParams, SamplingParams
 from trivium.engine import RequestState
@@ -57,7 +58,14 @@ ENCODERS = {
 
 
 @pytest.mark.parametrize("architecture", ENCODERS)
-def test_encoders_and_classifiers(folder, tmp_path, architecture):
+def test_encoders_and_classifiers_whose_steps_wait_for_nothing(folder, tmp_path, architecture, monkeypatch):
+    run = QueuedExecutable.run
+
+    def guarded(self, batch):
+        with emulated_cuda.host_reads_forbidden(emulated_cuda.DEVICES[0]):
+            return run(self, batch)
+
+    monkeypatch.setattr(QueuedExecutable, "run", guarded)
     made = make_checkpoint(tmp_path / "encoder", "llama", architectures=[architecture], **ENCODERS[architecture])
     found = []
     for backend in BACKENDS:

@@ -13,8 +13,12 @@ _RUN = {**dense.KERNELS, **movement.KERNELS, **attention.KERNELS, **moe.KERNELS,
 
 OPERATOR_KERNELS: tuple[Kernel, ...] = (
     *(Kernel(name, run, f"torch {name}") for name, run in _RUN.items()),
+    Kernel("segment_embedding", dense.segment_embedding, "torch segment_embedding", 0, attention.starts_of_step),
     Kernel("paged_attention", attention.sdpa, "scaled_dot_product_attention", 1, attention.sdpa_supports),
-    Kernel("bidirectional_attention", attention.bidirectional_sdpa, "scaled_dot_product_attention", 1),
+    Kernel(
+        "bidirectional_attention", attention.bidirectional_attention, "torch bidirectional_attention", 0, attention.starts_of_step
+    ),
+    Kernel("bidirectional_attention", attention.bidirectional_sdpa, "scaled_dot_product_attention", 1, attention.starts_of_step),
 )
 """Every operator of the set."""
 

@@ -152,15 +152,21 @@ class Whole(NamedTuple):
     tokens: Tensor
 
 
-def wholes(session: TorchSession, query_starts: Tensor, window: int | None, repeat: int) -> list[Whole]:
+def starts_of_step(call: Call) -> str | None:
+    """Why a call's sequences are not known on the host, from where nobody has to wait for them."""
+    starts = call.args[-1]
+    return None if starts is not None and starts.kind == "input" else "query starts must be the step's own"
+
+
+def wholes(session: TorchSession, window: int | None, repeat: int) -> list[Whole]:
     """The sequences that start and end in a step, those of like length together; worked out once for all layers."""
 
     def make() -> list[Whole]:
-        starts = session.once(("starts", id(query_starts)), lambda: query_starts.cpu().numpy().astype(np.int64))
+        starts = session.query_starts.astype(np.int64)
         counts = np.diff(starts)
         return [_whole(session, starts[seqs], counts[seqs], window, repeat) for seqs in alike(np.minimum(counts, 1), counts)]
 
-    return session.once(("wholes", id(query_starts), window, repeat), make)  # type: ignore[no-any-return]
+    return session.once(("wholes", window, repeat), make)  # type: ignore[no-any-return]
 
 
 def _whole(
@@ -178,9 +184,9 @@ def _whole(
 
 def over_wholes(session: TorchSession, args: Args, attrs: Attrs, one: Callable[[Tensor, Tensor, Tensor, Span], Tensor]) -> Tensor:
     """What `one` makes of queries[kv_heads, N, repeat * T, n], keys and values[kv_heads, N, T, n] of the step's sequences."""
-    q, k, v, query_starts = args
+    q, k, v, _ = args
     y, kv_heads = torch.zeros_like(q), k.shape[1]
-    for span, kept, tokens in wholes(session, query_starts, attrs["window"], q.shape[1] // kv_heads):
+    for span, kept, tokens in wholes(session, attrs["window"], q.shape[1] // kv_heads):
         keys, values = (x[span.slots].permute(2, 0, 1, 3) for x in (k, v))
         found = answers(one(queries(q, span, kv_heads), keys, values, span), span)
         y.index_copy_(0, tokens, found[kept].to(q.dtype))
@@ -245,6 +251,5 @@ TORCH_FUSED = (sdpa, bidirectional_sdpa)
 
 KERNELS: Mapping[str, Callable[[TorchSession, Args, Attrs], Any]] = {
     "kv_write": kv_write, "latent_write": latent_write, "paged_attention": paged_attention, "latent_attention": latent_attention,
-    "chunked_attention": chunked_attention, "bidirectional_attention": bidirectional_attention,
-    "top_positions": top_positions, "sparse_latent_attention": sparse_latent_attention,
+    "chunked_attention": chunked_attention, "top_positions": top_positions, "sparse_latent_attention": sparse_latent_attention,
 }  # fmt: skip

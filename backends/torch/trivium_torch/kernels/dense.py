@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -149,12 +150,13 @@ def rope(session: TorchSession, args: Args, attrs: Attrs) -> Tensor:
 
 
 def segment_embedding(session: TorchSession, args: Args, attrs: Attrs) -> Tensor:
-    ids, weight, query_starts = args
-    separators = (ids == attrs["separator"]).cumsum(0)
-    before = F.pad(separators, (1, 0))
-    counts = query_starts.diff()
-    first = before[query_starts[:-1].long()].repeat_interleave(counts, output_size=len(ids))
-    return embedding(session, [(before[:-1] - first).clamp(max=weight.shape[0] - 1), weight], {"scale": 1.0})
+    """Separators are counted from the step's start; what the first token of a sequence has before it is not its own."""
+    ids, weight, _ = args
+    starts = session.query_starts.astype(np.int64)
+    first = session.upload(np.repeat(starts[:-1], np.diff(starts)))
+    found = (ids == attrs["separator"]).to(F32)
+    before = found.cumsum(0) - found
+    return embedding(session, [(before - before[first]).clamp(max=weight.shape[0] - 1).long(), weight], {"scale": 1.0})
 
 
 def position_scale(session: TorchSession, args: Args, attrs: Attrs) -> Tensor:
@@ -197,5 +199,5 @@ def lora(session: TorchSession, args: Args, attrs: Attrs) -> Tensor:
 KERNELS: Mapping[str, Callable[[TorchSession, Args, Attrs], Tensor]] = {
     "linear": linear, "head_linear": head_linear, "embedding": embedding, "add": add, "mul": mul, "scale": scale,
     "softcap": softcap, "rms_norm": rms_norm, "layer_norm": layer_norm, "activation": activation, "gated": gated, "rope": rope,
-    "lora": lora, "segment_embedding": segment_embedding, "position_scale": position_scale,
+    "lora": lora, "position_scale": position_scale,
 }  # fmt: skip
