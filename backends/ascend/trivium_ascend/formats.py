@@ -18,6 +18,6 @@ hold for weights without outliers beyond four standard deviations within a row, 
 token: a checkpoint's scale was chosen for its own.
 
 Weights that are whole numbers times a scale already (ModelSlim, GPTQ, AWQ, compressed-tensors, Q4_0) keep their numbers: see
-weights.stored8 and weights.lattice. Yet no format is declared as lossless for them, because the scales of int4 are rounded where activations are
-bfloat16.
+weights.stored8 and weights.lattice. Yet no format is declared as lossless for them, because the scales of int4 are rounded where
+activations are bfloat16, and ModelSlim's weights may have offsets.
 """
