@@ -18,5 +18,6 @@ budgets hold for weights without outliers beyond four standard deviations within
 token by token: a checkpoint's scale was chosen for its own.
 
 Weights that are whole numbers times a scale already (ModelSlim, GPTQ, AWQ, compressed-tensors, Q4_0) keep their numbers: see
-weights.stored8 and weights.lattice. Yet no format is declared as lossless for them, because the scales of int4 are rounded
-where activations are bfloat16."""
+weights.stored8 and weights.lattice. Yet no format is declared as lossless for them, because the scales of int4 are rounded where
+activations are bfloat16, and ModelSlim's weights may have offsets.
+"""
