@@ -29,7 +29,7 @@ import torch
 from trivium.conformance import collect_checks
 from trivium.conformance.lab import Lab
 from trivium.conformance.models import Numbers, fuse
-from trivium.engine import Engine, EngineConfig
+from trivium.engine import Engine, EngineConfig, PoolingParams
 from trivium.engine.executor import Model
 from trivium.kv import Layout, plan_groups
 from trivium.models import build
@@ -140,7 +140,7 @@ def open_model(lab: Lab, config: Mapping[str, Any], dtype: str, longest: int, se
     executable = session.compile(fuse(lab, program), loaded)
     return Model(
         lab.backend, lab.capabilities, session, executable, spec, pages, program.vocab_size, longest, frozenset(), "random", None,
-        0, Layout("random", lab.backend.name, spec),
+        0, PoolingParams("last", normalize=True), Layout("random", lab.backend.name, spec), None, None,
     )  # fmt: skip
 
 
