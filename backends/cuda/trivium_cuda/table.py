@@ -100,9 +100,9 @@ def short_conv(session: CudaSession, args: Args, attrs: Attrs) -> tuple[Tensor, 
 
 
 def selective_scan(session: CudaSession, args: Args, attrs: Attrs) -> tuple[Tensor, DeviceCarried]:
-    *inputs, s, _, _ = args
+    x, dt, a, b, c, d, s, *_ = args
     r = s.reads
-    return scans.selective_scan(*inputs, s.data, r.block_tables, r.query_starts, r.context_lens, **attrs), s
+    return scans.selective_scan(x, dt, a, b, c, d, s.data, r.block_tables, r.query_starts, r.context_lens, **attrs), s
 
 
 # Norms and activations.
