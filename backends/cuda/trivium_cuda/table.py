@@ -11,7 +11,7 @@ from torch import Tensor
 from trivium.ops import Call, Pattern
 from trivium.plugin import Kernel
 from trivium_cuda import eights
-from trivium_cuda.kernels import activations, adapters, attention, experts, norms, recurrent, rotary
+from trivium_cuda.kernels import activations, adapters, attention, experts, norms, recurrent, rotary, scans
 from trivium_cuda.kernels.products import product
 from trivium_cuda.kernels.rotary import Store
 from trivium_cuda.sampler import sample
@@ -84,6 +84,18 @@ def gated_delta_rule(session: CudaSession, args: Args, attrs: Attrs) -> tuple[Te
     where = r.block_tables, r.query_starts, r.context_lens
     y = recurrent.gated_delta_rule(q, k, v, g, beta, s.data, *where, **attrs, max_queries=r.max_query)
     return y, s
+
+
+def short_conv(session: CudaSession, args: Args, attrs: Attrs) -> tuple[Tensor, DeviceCarried]:
+    x, weight, bias, s, *_ = args
+    r = s.reads
+    return scans.short_conv(x, weight, bias, s.data, r.block_tables, r.query_starts, r.context_lens, **attrs), s
+
+
+def selective_scan(session: CudaSession, args: Args, attrs: Attrs) -> tuple[Tensor, DeviceCarried]:
+    x, dt, a, b, c, d, s, *_ = args
+    r = s.reads
+    return scans.selective_scan(x, dt, a, b, c, d, s.data, r.block_tables, r.query_starts, r.context_lens, **attrs), s
 
 
 # Norms and activations.
@@ -201,6 +213,8 @@ def _kernels() -> Sequence[Kernel]:
         Kernel("moe_experts", moe_experts, "triton moe_experts", PRIORITY),
         Kernel("lora", lora, "triton lora", PRIORITY),
         Kernel("gated_delta_rule", gated_delta_rule, "triton gated_delta_rule", PRIORITY),
+        Kernel("short_conv", short_conv, "triton short_conv", PRIORITY),
+        Kernel("selective_scan", selective_scan, "triton selective_scan", PRIORITY),
         Kernel("sample", sample, "queued sample", PRIORITY),
     )
 

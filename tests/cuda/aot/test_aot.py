@@ -9,7 +9,7 @@ from triton_aot import CHIPS, build, builds, meta, recorded, torch
 
 from trivium_cuda import tuning
 from trivium_cuda.kernels import (
-    activations, adapters, attention, experts, fp8, int4, int8, norms, products, quantise, recurrent, rotary, sampler,
+    activations, adapters, attention, experts, fp8, int4, int8, norms, products, quantise, recurrent, rotary, sampler, scans,
 )  # fmt: skip
 
 F32, I32, I64, I8, U8, E4M3 = torch.float32, torch.int32, torch.int64, torch.int8, torch.uint8, torch.float8_e4m3fn
@@ -130,6 +130,17 @@ def delta() -> Any:
     return recurrent.gated_delta_rule(qk, qk, qk, gates, gates, meta(9, 32, 128, 128, dtype=F32), *where, scale=0.1, max_queries=64)
 
 
+def convolved() -> Any:
+    where = meta(8, dtype=I32), meta(9, dtype=I32), meta(8, dtype=I32)
+    return scans.short_conv(meta(64, 8192), meta(8192, 4), meta(8192), meta(9, 3, 8192, dtype=F32), *where, kind="silu")
+
+
+def scanned() -> Any:
+    where = meta(8, dtype=I32), meta(9, dtype=I32), meta(8, dtype=I32)
+    x, dt, a, b = meta(64, 48, 64), meta(64, 48), meta(48, dtype=F32), meta(64, 1, 128)
+    return scans.selective_scan(x, dt, a, b, b, a, meta(9, 48, 64, 128, dtype=F32), *where)
+
+
 def adapted(rank: int, tokens: int) -> Callable[[], Any]:
     """8 adapters of one rank on products of 4096 with 4096."""
     a, b = (meta(8, rank, 4096, dtype=F32) for _ in range(2))
@@ -161,6 +172,8 @@ CALLS: dict[str, Callable[[], Any]] = {
     "latent attention": latent,
     "latent attention over fp8": lambda: latent(E4M3),
     "delta rule": delta,
+    "short convolution": convolved,
+    "selective scan": scanned,
     **{f"adapters of rank {rank}, {tokens} tokens": adapted(rank, tokens) for rank, tokens in ((16, 1), (64, 600), (256, 600))},
     "sampler": sampled,
     "sampler of one row": greedy,

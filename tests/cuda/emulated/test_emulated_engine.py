@@ -11,7 +11,7 @@ import warnings
 import emulated_cuda
 import pytest
 import torch
-from tiny_checkpoints import FAMILIES, make_checkpoint
+from tiny_checkpoints import FAMILIES, make_checkpoint, read_safetensors, write_safetensors
 from trivium_cuda import sampler
 from trivium_cuda.executor import QueuedExecutable
 from trivium_cuda.graphs import GraphExecutable
@@ -211,6 +211,10 @@ def test_the_emulated_graph_repeats_what_was_captured_with_the_numbers_of_then(e
 
 
 FAMILIES_OF_THEIR_OWN = {
+    "hybrid": {
+        "architectures": ["Lfm2ForCausalLM"], "model_type": "lfm2", **NARROW, "num_hidden_layers": 2, "conv_L_cache": 3,
+        "layer_types": ["conv", "full_attention"], "norm_eps": 1e-6, "conv_bias": False, "block_auto_adjust_ff_dim": False,
+    },
     "experts": {
         "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2,
         **NARROW,
@@ -227,6 +231,9 @@ FAMILIES_OF_THEIR_OWN = {
 @pytest.mark.parametrize("kind", FAMILIES_OF_THEIR_OWN)
 def test_other_kinds_of_layers_are_captured_too(tmp_path, emulated, kind):
     folder = make_checkpoint(tmp_path / kind, "llama", **FAMILIES_OF_THEIR_OWN[kind])
+    tensors = read_safetensors(folder / "model.safetensors")
+    convolved = {name: x[:, None] for name, x in tensors.items() if name.endswith("conv.conv.weight")}  # as torch stores them
+    write_safetensors(folder / "model.safetensors", {**tensors, **convolved})
     found = made(folder, "cuda_emulated", FEW[:2], SHORT[:2], strict=True, **SMALL)
     assert emulated.captures == 2 and emulated.replays
     assert found == made(folder, "reference", FEW[:2], SHORT[:2], **SMALL)

@@ -5,7 +5,7 @@ import pytest
 from triton_cases import DTYPES, OPERATORS, cases, near, rng, rounded, tensor, torch
 
 from trivium.ops.state import RecurrentState
-from trivium_cuda.kernels import recurrent
+from trivium_cuda.kernels import recurrent, scans
 
 DELTA = OPERATORS["gated_delta_rule"]
 
@@ -69,3 +69,51 @@ def test_a_sequence_of_the_delta_rule_has_the_same_bits_alone():
         own = [r[begin:end] for r in rows]
         alone, _ = delta((*own, lone, np.array([0, end - begin], np.int32), contexts[i : i + 1]), scale=0.5)
         assert torch.equal(together[begin:end], alone)
+
+
+SCANS = {"short_conv": scans.short_conv, "selective_scan": scans.selective_scan}
+
+
+def scanned(name, args, dtype, **attrs):
+    *rows, s, starts, contexts = args
+    state = torch.from_numpy(s.data.copy())
+    y = SCANS[name](*(tensor(a, dtype) for a in rows), state, *map(tensor, (s.table, starts, contexts)), **attrs)
+    return y, state
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", SCANS)
+def test_scans_of_every_example_are_the_references(name, dtype):
+    for args, attrs in cases(name, dtype):
+        y, state = scanned(name, args, dtype, **attrs)
+        want, after = OPERATORS[name](*args, **attrs)
+        near(y, want, dtype, name)
+        near(state, after.data, "float32", name)
+
+
+def long(name):
+    """Prompts over several tiles, decodes, and a sequence without tokens, in another order than their pages."""
+    draw, lengths = rng(9), (19, 1, 0, 2, 8)
+    starts, tokens = np.cumsum([0, *lengths]).astype(np.int32), sum(lengths)
+    contexts, table = np.array([19, 5, 3, 9, 8], np.int32), np.array([4, 0, 6, 2, 5], np.int32)
+    shapes = {
+        "short_conv": ((tokens, 300), (300, 4), (300,)),
+        "selective_scan": ((tokens, 4, 40), (tokens, 4), (4,), (tokens, 2, 12)),
+    }
+    arrays = [draw.normal(size=s).astype(np.float32) for s in shapes[name]]
+    held = draw.normal(size=(7, 3, 300) if name == "short_conv" else (7, 4, 40, 12)).astype(np.float32)
+    if name == "selective_scan":
+        x, dt, a, b = arrays
+        arrays = [x, np.abs(dt), -np.abs(a), b, b[::-1].copy(), a]
+    return *arrays, RecurrentState(held, table), starts, contexts
+
+
+@pytest.mark.parametrize("name", SCANS)
+def test_scans_of_prompts_beside_decodes_are_the_references_and_other_pages_stay(name):
+    args = long(name)
+    y, state = scanned(name, args, "float32")
+    untouched = torch.from_numpy(args[-3].data[[1, 3, 6]].copy())
+    want, after = OPERATORS[name](*args)
+    near(y, want, "float32", name)
+    near(state, after.data, "float32", name)
+    assert torch.equal(state[[1, 3, 6]], untouched)

@@ -55,4 +55,7 @@ sampler        sample(logits[rows, width], columns: Columns, *, vocab_size, feat
 adapters       lora(y, x, a float[slots, rank, in], b float[slots, rank, out], adapters int32[tokens]) -> z, the operator lora
 recurrent      gated_delta_rule(q, k, v, g, beta, state float32[pages, heads, dk, dv], table int32[seqs], query_starts,
                    context_lens, *, scale, max_queries) -> y; the state is changed in place
+scans          short_conv(x, weight[channels, width], bias | None, state float32[pages, width - 1, channels], table, query_starts,
+                   context_lens, *, kind) -> y, and selective_scan(x, dt, a, b, c, d, state float32[pages, heads, dv, dk], table,
+                   query_starts, context_lens, *, dt_limits) -> y; the state likewise
 """

@@ -90,9 +90,9 @@ def _solve(
     tl.store(at + i[:, None] * CHUNK + i[None, :], inverse)
 
 
-# A program goes through a sequence with COLUMNS of a head's state, which stays in the page, DEPTH rows at a time in registers: for
-# each chunk reads CHUNK * (3 * dk + COLUMNS) numbers, 4 * CHUNK² bytes and the state twice, writes it once, 4 * dk * COLUMNS bytes
-# each time, and does 2 * CHUNK * (3 * dk * COLUMNS + CHUNK * (dk + 2 * COLUMNS)) operations.
+# A program goes through a sequence with COLUMNS of a head's state, which stays in the page, DEPTH rows at a time in registers. For
+# each chunk it reads CHUNK * (3 * dk + COLUMNS) numbers, 4 * CHUNK² bytes and the state twice, writes the state, 4 * dk * COLUMNS
+# bytes each time, and does 2 * CHUNK * (3 * dk * COLUMNS + CHUNK * (dk + 2 * COLUMNS)) operations.
 @triton.jit
 def _delta_chunks(
     Q, K, V, G, BETA, STATE, INVERSE, table, starts, contexts, Y, scale, dk, dv, heads, few, table_stride, q_token, q_head, k_token,
