@@ -263,8 +263,8 @@ def _rearranged(name: str, make: Make, take: Callable[[np.ndarray], np.ndarray])
 
 
 deepseek_v2 = Hook(Family(build_v2, V2_DEFAULTS, read_deepseek, absorb))
-deepseek_v3 = Hook(Family(build_v3, V3_DEFAULTS, read_deepseek, absorb, draft_v3))
-deepseek_v32 = Hook(Family(build_v32, {**V3_DEFAULTS, "index_topk": 2048}, read_v32, absorb, draft_v32))
+deepseek_v3 = Hook(Family(build_v3, V3_DEFAULTS, read_deepseek, absorb, draft=draft_v3))
+deepseek_v32 = Hook(Family(build_v32, {**V3_DEFAULTS, "index_topk": 2048}, read_v32, absorb, draft=draft_v32))
 glm_dsa = Hook(Family(build_glm_dsa, {**V3_DEFAULTS, "rms_norm_eps": 1e-5, "index_topk": 2048, "n_group": 1, "topk_group": 1},
                       read_v32, absorb))  # fmt: skip
 deepseek_v4 = Hook(Family(build_v4, V3_DEFAULTS, refuse_v4))

@@ -163,5 +163,5 @@ def _glm4_options(info: ModelInfo) -> dict[str, bool]:
 
 _stack_mixtral = partial(stack_experts, names={"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"})
 mixtral = Hook(Family(build_mixtral, MIXTRAL_DEFAULTS, read_info, _stack_mixtral))
-glm4_moe = Hook(Family(build_glm4_moe, GLM4_MOE_DEFAULTS, read_info, stack_experts, draft_glm4_moe))
+glm4_moe = Hook(Family(build_glm4_moe, GLM4_MOE_DEFAULTS, read_info, stack_experts, draft=draft_glm4_moe))
 qwen3_moe = Hook(Family(build_qwen3_moe, QWEN3_DEFAULTS, read_info, stack_experts))

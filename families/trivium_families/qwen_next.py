@@ -237,6 +237,6 @@ def _by_key_heads(s: _Sizes, stem: str, spans: tuple[int, ...], array: _Array) -
     return np.concatenate([heads[:, ends[i] : ends[i + 1]].reshape(-1, array.shape[-1]) for i in spans])
 
 
-qwen3_next = Hook(Family(build_next, DEFAULTS, read, arrange, draft_next))
-qwen3_5 = Hook(Family(build_dense, DEFAULTS, read, arrange, draft_dense))
-qwen3_5_moe = Hook(Family(build_next, DEFAULTS, read, arrange, draft_next))
+qwen3_next = Hook(Family(build_next, DEFAULTS, read, arrange, draft=draft_next))
+qwen3_5 = Hook(Family(build_dense, DEFAULTS, read, arrange, draft=draft_dense))
+qwen3_5_moe = Hook(Family(build_next, DEFAULTS, read, arrange, draft=draft_next))
