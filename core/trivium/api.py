@@ -17,10 +17,11 @@ from typing import Any, NamedTuple, TypedDict, Unpack, cast
 from trivium.engine import Engine, EngineConfig, PoolingParams, RequestOutput
 from trivium.engine.adapters import enabled
 from trivium.engine.loader import LoadOptions, load
-from trivium.engine.pooling import likelihood
+from trivium.engine.pooling import CLASSIFIER, likelihood, relevance
 from trivium.engine.speculation import Drafter, HeadDrafter, ModelDrafter, Speculative
 from trivium.errors import BackendError, ClosedError, InvalidRequestError, UnsupportedError
 from trivium.models import build
+from trivium.ops import Span
 from trivium.sampling import SamplingParams, StructuredOutputs
 from trivium.text.reader import Reader, ToolUse
 from trivium.text.syntaxes import REASONING, TOOLS, choose
@@ -106,8 +107,7 @@ class Opened(ABC):
         backend = one_backend(backend, decode)
         given: Any = {} if backend_options is None else backend_options
         if not isinstance(given, Mapping):
-            message = f"backend_options must be a mapping of option to value, not {backend_options!r}"
-            raise InvalidRequestError(message, param="backend_options")
+            raise InvalidRequestError(f"backend_options must be a mapping, not {backend_options!r}", param="backend_options")
         wanted = Speculative.of(speculative)
         own = dict(given) | ({} if threads is None else {"threads": threads})
         options = LoadOptions(
@@ -123,7 +123,7 @@ class Opened(ABC):
         ahead = ahead_options(options, prefill, prefill_options)
         with contextlib.ExitStack() as opened, _progress_bar(progress) as report:
             self.loaded = load(os.fspath(model) if isinstance(model, os.PathLike) else model, backend, options, progress=report)
-            opened.callback(self.loaded.session.close)
+            opened.callback(self.loaded.close)
             drafter = self._drafter(wanted, options, backend, opened, report)
             config = replace(config, max_num_batched_tokens=self.loaded.max_num_batched_tokens)
             self.tokenizer = self.loaded.tokenizer
@@ -133,7 +133,7 @@ class Opened(ABC):
                 from trivium.engine.split import SplitEngine
 
                 front = load(self.loaded.name, prefill, ahead, progress=report)
-                opened.callback(front.session.close)
+                opened.callback(front.close)
                 self.engine = SplitEngine(self.loaded, front, config, drafter=drafter)
             opened.callback(self.engine.close)
             self._start(opened)
@@ -152,7 +152,7 @@ class Opened(ABC):
             own = replace(options, block_size=target.kv_spec.page_size, num_kv_blocks=target.num_pages, enable_lora=False)
             wanted = replace(wanted, backend=backend)
         draft = load(wanted.model or target.name, wanted.backend, own, progress=report, traced=traced)
-        opened.callback(draft.session.close)
+        opened.callback(draft.close)
         if (draft.vocab_size, draft.tokenizer.tokens()) != (target.vocab_size, target.tokenizer.tokens()):
             message = f"speculative: the draft model {draft.name} has another vocabulary than {target.name}"
             raise UnsupportedError(message, param="speculative")
@@ -168,25 +168,45 @@ class Opened(ABC):
         self._finalizer()
         gone = cast(Any, None)
         self.engine.speculator = None
-        self.engine.model = self.loaded = replace(self.loaded, session=gone, executable=gone, lora=None)
+        self.engine.model = self.loaded = replace(self.loaded, session=gone, executable=gone, lora=None, images=None)
 
     @property
     def adapters(self) -> tuple[str, ...]:
         """Names of the adapters that requests may give."""
         return () if self.loaded.lora is None else self.loaded.lora.names
 
+    @property
+    def cross_encoder(self) -> bool:
+        """Whether the model makes one number of a prompt: how well a query and a document go together."""
+        return self.loaded.architecture.endswith(CLASSIFIER) and self.loaded.hidden_size == 1
+
     def default_params(self, **fields: Any) -> SamplingParams:
         """The model's own sampling parameters (its generation config; greedy if that does not ask for sampling), with `fields`."""
         return SamplingParams.from_config(self.loaded.generation_config, **fields)
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt: a text gets the special tokens that the model wants, ids stay as they are."""
+        """Token ids of a prompt: a text gets the special tokens that the model wants, ids stay as they are. A pair of texts (tuple)
+        is a query and a document, for a cross-encoder."""
         _check_prompt(prompt)
+        if isinstance(prompt, tuple) and [*map(type, prompt)] == [str, str]:
+            return self.tokenizer.encode_pair(*cast(tuple[str, str], prompt))
         return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
 
     def encode_chat(self, messages: Sequence[Message], **template: Any) -> list[int]:
         """Token ids of a chat under the model's template. `template`: tools, add_generation_prompt, or what the template knows."""
-        return self.tokenizer.encode_chat(list(messages), **template)
+        return self._read_chat(messages, template)[0]
+
+    @property
+    def takes_images(self) -> bool:
+        """Whether chats may have parts that are images: {"type": "image", "image": bytes, a pathlib.Path or an image of Pillow}, or
+        {"type": "image_url", "image_url": {"url": "data:image/...;base64,..."}}."""
+        return self.loaded.images is not None and not self.loaded.images.refusal
+
+    def _read_chat(self, messages: Sequence[Message], template: Mapping[str, Any]) -> tuple[list[int], Sequence[Span]]:
+        """Token ids, and what stands for images among them."""
+        if self.loaded.images is None:
+            return self.tokenizer.encode_chat(list(messages), **template), ()
+        return self.loaded.images.vision.chat(self.tokenizer, messages, template)
 
     def _request(
         self, prompt: Prompt | Sequence[Message], params: SamplingParams | None, tools: Tools, choice: ToolChoice,
@@ -213,6 +233,11 @@ class Opened(ABC):
             raise InvalidRequestError(f"pooling_params must be PoolingParams, not {params!r:.80}", param="pooling_params")
         return with_options([Request(ids, None, {"pooling": pooling}) for ids in self._encoded(prompts)], options)
 
+    def _judged(self, pairs: Sequence[tuple[str, str]], options: Options) -> list[Request]:
+        if not self.cross_encoder:
+            raise UnsupportedError("this model does not score pairs of texts; compare their embeddings", param="model")
+        return self._pooled(cast(Prompts, [(query, document) for query, document in pairs]), None, options)
+
     def _scored(self, pair: tuple[str, str]) -> Request:
         """Context and continuation as one prompt whose last tokens are scored, cut into tokens as evaluation harnesses do."""
         context, continuation = pair
@@ -234,10 +259,11 @@ class Opened(ABC):
         options = {name: value for name, value in more.items() if name not in template}
         source = f"{self.loaded.architecture}\n{self.tokenizer.template_source(template.get('template'), bool(use.offered))}"
         chats: Any = [messages] if len(messages) == 0 or isinstance(messages[0], Mapping) else messages
-        prompts = [self.encode_chat(chat, tools=use.offered, **template) for chat in chats]
-        readers = [Reader.of(self.tokenizer, ids, use, source, *self._parsers) for ids in prompts]
-        requests = [r if use.forced is None else _forced(r, use.forced) for r in self._paired(prompts, params)]
-        return with_options([r._replace(options={"reader": reader}) for r, reader in zip(requests, readers, strict=True)], options)
+        prompts = [self._read_chat(chat, {"tools": use.offered, **template}) for chat in chats]
+        own = [{"reader": Reader.of(self.tokenizer, ids, use, source, *self._parsers), "media": media} for ids, media in prompts]
+        paired = self._paired([ids for ids, _ in prompts], params)
+        requests = [r if use.forced is None else _forced(r, use.forced) for r in paired]
+        return with_options([r._replace(options=more) for r, more in zip(requests, own, strict=True)], options)
 
     def _paired(self, prompts: list[list[int]], params: Params) -> list[Request]:
         each = _each("sampling_params", self.default_params() if params is None else params, len(prompts))
@@ -317,6 +343,10 @@ class LLM(Opened, contextlib.AbstractContextManager["LLM"]):
     ) -> list[RequestOutput]:
         """Embeddings of prompts, as generate() takes them, in the same steps as whatever else runs: see RequestOutput.embedding."""
         return self._complete(self._pooled(prompts, pooling_params, options))
+
+    def score(self, pairs: Sequence[tuple[str, str]], **options: Unpack[Options]) -> list[float]:
+        """How well each (query, document) goes together, 0 to 1, by a cross-encoder; UnsupportedError if the model is none."""
+        return [relevance(output) for output in self._complete(self._judged(pairs, options))]
 
     def loglikelihood(self, pairs: Sequence[tuple[str, str]], **options: Unpack[Options]) -> list[tuple[float, bool]]:
         """For each (context, continuation): the sum of the log probabilities of the continuation's tokens, and whether each of them

@@ -15,6 +15,7 @@ from trivium import CompletionOutput, RequestOutput, StructuredOutputs, errors
 from trivium_server.blocks import Block, Blocks, whole
 from trivium_server.faults import anthropic_error, bad
 from trivium_server.http import Call, Route, Stream, named
+from trivium_server.images import data_url, pictured
 from trivium_server.openai_types import Object, Timing, new_id, timing
 from trivium_server.structure import json_schema
 from trivium_server.work import Tally, Work, sampling, template_arguments
@@ -122,21 +123,33 @@ def _messages(message: Mapping[str, Any]) -> list[Object]:
         kind = block.get("type") if isinstance(block, Mapping) else None
         if kind == "text":
             texts.append({"type": "text", "text": block.get("text")})
+        elif kind == "image":
+            texts.append({"type": "image_url", "image_url": _source(block.get("source"), f"content[{i}].source")})
         elif kind == "tool_use":
             function = {"name": block.get("name"), "arguments": block.get("input") or {}}
             calls.append({"id": block.get("id"), "type": "function", "function": function})
         elif kind == "tool_result":
             results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": _result(block.get("content"))})
         elif kind not in ("thinking", "redacted_thinking"):
-            possible = "possible are text, tool_use, tool_result and thinking"
+            possible = "possible are text, image, tool_use, tool_result and thinking"
             raise bad(f"messages: content[{i}] has the type {kind!r}; {possible}", "messages")
     if calls:
         return [*results, {"role": role, "content": texts or None, "tool_calls": calls}]
     return [*results, {"role": role, "content": texts}] if texts or not results else results
 
 
+def _source(source: Any, where: str) -> str:
+    """The data URL of an image."""
+    if not isinstance(source, Mapping) or source.get("type") != "base64":
+        form = '{"type": "base64", "media_type": "image/png", "data": ...}'
+        raise bad(f"messages: {where} must be {form}; this server fetches nothing and keeps no files", "messages")
+    return data_url(source.get("media_type"), source.get("data"))
+
+
 def _result(content: Any) -> Any:
     if isinstance(content, list):
+        if any(isinstance(part, Mapping) and part.get("type") == "image" for part in content):
+            raise bad("messages: images in tool results are not possible here; put them in a message of the user", "messages")
         return [{"type": "text", "text": part.get("text")} if isinstance(part, Mapping) else part for part in content]
     return content
 
@@ -290,7 +303,7 @@ async def count_tokens(call: Call, body: MessageCountRequest) -> TokenCount:
     served = await call.use(body.model, body)
     tools = body.tool_fields()["tools"]
     more = {} if tools is None else {"tools": tools}
-    messages = body.chat()
+    messages = pictured(served, body.chat())
     served.check_length(messages)
     ids = await asyncio.to_thread(served.llm.encode_chat, messages, **more, **thinking_arguments(body.thinking))
     return TokenCount(len(ids))

@@ -30,7 +30,7 @@ class Facts:
     """What is known of a model once it has been loaded. max_model_len: tokens of prompt and output together. size: bytes of its
     weights and of its KV cache. defaults: sampling parameters of requests that have none. max_characters: what a context of the
     longest tokens would hold. What is longer need not be cut into tokens, at seconds a megabyte, for anybody to know that it is too
-    long."""
+    long. images: whether chats may show some."""
 
     max_model_len: int
     max_characters: int
@@ -38,6 +38,7 @@ class Facts:
     chat_template: str | None
     size: int
     defaults: SamplingParams
+    images: bool
 
     @classmethod
     def of(cls, llm: AsyncLLM) -> Facts:
@@ -45,7 +46,7 @@ class Facts:
         loaded, memory = llm.loaded, llm.loaded.session.memory()
         template, size = llm.tokenizer.chat_template, memory.weights + memory.kv
         tokens, longest = loaded.max_model_len, max(map(len, llm.tokenizer.tokens()))
-        return cls(tokens, tokens * longest, loaded.architecture, template, size, llm.default_params())
+        return cls(tokens, tokens * longest, loaded.architecture, template, size, llm.default_params(), llm.takes_images)
 
 
 @dataclass(eq=False)

@@ -17,6 +17,7 @@ from trivium import CompletionOutput, PoolingParams, StructuredOutputs
 
 from trivium_server.faults import bad, ollama_error
 from trivium_server.http import Call, Route, Stream, line
+from trivium_server.images import data_url
 from trivium_server.models import Facts, Served, Slot
 from trivium_server.openai_types import Logprobs, Object, chat_logprobs
 from trivium_server.structure import json_object, json_schema
@@ -164,13 +165,22 @@ def _figures(tally: Tally, reason: str | None) -> Object:
 
 
 def _message(message: Mapping[str, Any]) -> Object:
-    """A message as the chat template takes it: Ollama's tool calls have no type, and their results only a name."""
-    if message.get("images"):
-        raise bad("images are not possible: this model reads text only", "messages")
+    """A message as the chat template takes it: Ollama's tool calls have no type, and their results only a name; its images stand
+    before the text."""
     kept = {key: value for key, value in message.items() if key != "images"}
+    if images := message.get("images"):
+        kept["content"] = _shown(images, kept.get("content"))
     if isinstance(calls := kept.get("tool_calls"), list):
         kept["tool_calls"] = [{"type": "function", **call} if isinstance(call, Mapping) else call for call in calls]
     return kept
+
+
+def _shown(images: Any, text: Any) -> list[Object]:
+    """Images (base64) and a text as parts."""
+    if not isinstance(images, list) or not all(isinstance(image, str) for image in images):
+        raise bad("images must be a list of images as base64", "images")
+    parts = [{"type": "image_url", "image_url": data_url("image/any", image)} for image in images]
+    return [*parts, *([{"type": "text", "text": text}] if text else [])]
 
 
 def _chat_piece(output: CompletionOutput, calls: list[Object]) -> Object:
@@ -211,16 +221,18 @@ async def chat(call: Call, body: OllamaChat) -> Object | Stream:
 
 
 async def generate(call: Call, body: OllamaGenerate) -> Object | Stream:
-    for field in ("suffix", "template", "images"):
+    for field in ("suffix", "template"):
         if getattr(body, field):
             raise bad(f"{field} is not possible here", field)
-    if not body.prompt:
+    if not body.prompt and not body.images:
         return await _loaded(call, body, {"response": ""})
     served = await _use(call, body)
     if body.raw or served.llm.tokenizer.chat_template is None:
+        if body.images:
+            raise bad("images need the model's chat template; leave out raw", "images")
         return await _answer(call, body, body.made(call, served, body.prompt, None), _text_piece)
     system = [] if body.system is None else [{"role": "system", "content": body.system}]
-    messages = [*system, {"role": "user", "content": body.prompt}]
+    messages = [*system, {"role": "user", "content": _shown(body.images, body.prompt) if body.images else body.prompt}]
     return await _answer(call, body, body.made(call, served, messages, {}), _text_piece)
 
 
@@ -320,7 +332,11 @@ async def show(call: Call, body: OllamaShow) -> Object:
     facts = slot.facts or Facts.of((await call.use(name)).llm)
     template, length = facts.chat_template or "", facts.max_model_len
     signs = {"tools": ("tools",), "thinking": ("enable_thinking", "<think>", "reasoning_content")}
-    can = ["completion", *(name for name, words in signs.items() if any(word in template for word in words))]
+    can = [
+        "completion",
+        *(["vision"] if facts.images else []),
+        *(name for name, words in signs.items() if any(word in template for word in words)),
+    ]
     info = dict.fromkeys(("general.context_length", f"{facts.architecture}.context_length"), length)
     return {
         "modified_at": _iso(slot.created), "details": _details(facts), "capabilities": can, "template": template,

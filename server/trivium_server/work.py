@@ -12,6 +12,7 @@ from typing import Any
 from trivium import CompletionOutput, Metrics, PoolingParams, RequestOutput, SamplingParams, errors
 
 from trivium_server.faults import bad
+from trivium_server.images import pictured
 from trivium_server.meters import Ended, Meters
 from trivium_server.models import Served
 
@@ -20,7 +21,8 @@ Prompt = str | list[int]
 
 @dataclass(frozen=True)
 class Work:
-    """Prompts of one call (texts or ids; several only of a completion) or one chat, and how to answer. options: of the engine, such
+    """Prompts of one call (texts or ids; several only of a completion) or one chat, and how to answer. Images in a chat become
+    bytes here. options: of the engine, such
     as timeout and cache_salt; of a chat also tools, tool_choice and the arguments of its template."""
 
     served: Served
@@ -30,6 +32,8 @@ class Work:
     chat: bool = False
 
     def __post_init__(self) -> None:
+        if self.chat:
+            object.__setattr__(self, "prompts", [pictured(self.served, messages) for messages in self.prompts])
         for prompt in self.prompts:
             self.served.check_length(prompt)
 

@@ -13,7 +13,7 @@ if [ -z "$venv" ]; then
 fi
 [ -x "$venv/bin/python" ] || python3 -m venv "$venv"
 . "$venv/bin/activate"
-pip install -q "torch==2.13.0" "torch-npu==2.13.0" "pytest>=8" "hypothesis>=6.100" "safetensors>=0.5"
+pip install -q "torch==2.13.0" "torch-npu==2.13.0" "pytest>=8" "hypothesis>=6.100" "safetensors>=0.5" "pillow>=11"
 pip install -q -C wheel.cmake=false .  # without the native kernels of another backend
 
 status=0

@@ -23,7 +23,7 @@ found = [*Path.cwd().glob("*/trivium*/__init__.py"), *Path.cwd().glob("backends/
 (packages / "trivium-sources.pth").write_text("".join(f"{package.parents[1]}\n" for package in found))
 print("\n".join(project["dependencies"]))
 PYTHON
-pip install -q torch==2.13.0 triton==3.7.1 "pytest>=8" "hypothesis>=6.100" -r "$env/needed"
+pip install -q torch==2.13.0 triton==3.7.1 "pytest>=8" "hypothesis>=6.100" "pillow>=11" -r "$env/needed"
 failed=0
 for part in interpreter aot emulated ranks; do
   [ -d "tests/cuda/$part" ] || continue

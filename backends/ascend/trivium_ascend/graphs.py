@@ -30,7 +30,8 @@ from trivium_torch.pages import GroupStep
 
 CAPTURABLE = frozenset({
     "embedding", "linear", "head_linear", "add", "mul", "scale", "softcap", "rms_norm", "layer_norm", "activation", "gated", "rope",
-    "reshape", "slice", "concat", "gather_rows", "kv_write", "latent_write", "add_norm", "gate_up", "rope_write", "moe_route",
+    "reshape", "slice", "concat", "gather_rows", "text_ids", "media_rows", "kv_write", "latent_write", "add_norm", "gate_up",
+    "rope_write", "moe_route",
 })  # fmt: skip
 """Operators and patterns of which every kernel keeps to the device. Attention and experts: only the fused kernels."""
 FUSED_ONLY = frozenset({"paged_attention", "latent_attention", "moe_experts"})
@@ -44,6 +45,11 @@ def not_capturable(tape: Tape) -> str:
         if kernel is None or not (name in CAPTURABLE or fused):
             return f"{name} is not one fused operator here"
     return ""
+
+
+def sends(program: Program) -> str:
+    """Why the steps of a stage that hands on activations can't be captured: what is sent, no output of the Program needs."""
+    return "send is not one fused operator here" if any(call.name == "send" for call in program.calls) else ""
 
 
 class Attention(NamedTuple):
@@ -227,11 +233,11 @@ class GraphExecutable(Executable):
         self._session, self._vocab_size = session, program.vocab_size
         self._eager = AscendExecutable(session, program, weights)
         tape = Tape(session, program.only("logits"), weights, announce=False)
-        self.graphs = self._captured(tape, sizes)
+        self.graphs = self._captured(tape, sizes, sends(program) or not_capturable(tape))
 
-    def _captured(self, tape: Tape, sizes: tuple[int, ...]) -> list[Captured]:
-        """The largest first, so that the others find their memory in its pool."""
-        if sizes and (reason := not_capturable(tape)):
+    def _captured(self, tape: Tape, sizes: tuple[int, ...], reason: str) -> list[Captured]:
+        """The largest first, so that the others find their memory in its pool; none where there is a reason."""
+        if sizes and reason:
             warnings.warn(f"decode steps are not captured but run call by call: {reason}", RuntimeWarning, stacklevel=4)
             return []
         made, pool = list[Captured](), torch.get_device_module("npu").graph_pool_handle() if sizes else None

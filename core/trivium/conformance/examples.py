@@ -106,9 +106,11 @@ class _Feeder:
         raise ValueError("no argument of the case has a row for each token")
 
     def _sequences(self, given: Mapping[str, Array], tokens: int) -> tuple[Array, Array]:
-        """query_starts and context_lens: given, or read off the slots of a paged state, else one sequence that starts here."""
+        """query_starts and context_lens: given (without lengths: all start here), or read off the slots of a paged state, else
+        one sequence that starts here."""
         if "query_starts" in given:
-            return given["query_starts"], given["context_lens"]
+            starts = given["query_starts"]
+            return starts, given.get("context_lens", np.diff(starts))
         state = next((s for s in self._case.args if isinstance(s, PagedState)), None)
         if state is None:
             return np.array([0, tokens], np.int32), np.array([tokens], np.int32)

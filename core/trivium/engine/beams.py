@@ -99,6 +99,6 @@ class Beams:
 
     def _child(self, parent: Beam) -> Beam:
         seq = Sequence(parent.seq.tokens(), parent.seq.root, (*parent.seq.order[:2], self._made), limit=parent.seq.limit)
-        seq.adapter = parent.seq.adapter
+        seq.adapter, seq.media = parent.seq.adapter, parent.seq.media
         self._made += 1
         return Beam(parent.request, seq, parent.sampler, Text(self._tokenizer, parent.request.params))

@@ -35,7 +35,7 @@ from trivium.engine.runner import Flight, Part, Runner, Stats
 from trivium.engine.speculation import Drafter, Speculative, Speculator, lookup_drafter
 from trivium.errors import BackendError, DeadlineError, InvalidRequestError, OverloadedError, PageFormatError, TriviumError
 from trivium.kv import Disk, Hit, KVCache, Tiers
-from trivium.ops import Sampled
+from trivium.ops import Sampled, Span
 from trivium.sampling import SamplingParams
 from trivium.sched import Entry, Scheduler, Sequence as Stream, StepPlan
 from trivium.text import Tokenizer
@@ -94,13 +94,15 @@ class Engine:
         self, prompt_ids: Sequence[int], params: SamplingParams | None = None, *, priority: int = 0, stream: bool = False,
         client_id: str | None = None, cache_salt: str = "", reader: Reader | None = None, pooling: PoolingParams | None = None,
         score_from: int = 1, adapter: str | None = None, timeout: float | None = None, patient: bool = False,
+        media: Sequence[Span] = (),
     ) -> int:  # fmt: skip
         """Takes a request and returns its id; `client_id` is only echoed. Lower priority runs first. cache_salt: prefix pages are
         shared only between equal salts. reader: how to read the outputs as answers of a chat. pooling: no tokens are made (and no
         params are taken), the output has an embedding of the prompt. score_from: prompt_logprobs begin with this token of the
         prompt, earlier ones have none. adapter: the name of a loaded one, which the request keeps to its end. timeout: seconds from
-        now until it is ended with DeadlineError, keeping what it has. patient: the limits on what waits don't hold. Raises
-        InvalidRequestError, ContextLengthError, CapacityError, UnsupportedError or OverloadedError; then nothing has changed."""
+        now until it is ended with DeadlineError, keeping what it has. patient: the limits on what waits don't hold. media: what
+        stands for images in the prompt, in order. Raises InvalidRequestError, ContextLengthError, CapacityError, UnsupportedError
+        or OverloadedError; then nothing has changed."""
         if timeout is not None and not (isinstance(timeout, int | float) and timeout is not True and 0 < timeout < math.inf):
             raise InvalidRequestError(f"timeout must be a number of seconds above 0, or None, not {timeout!r}", param="timeout")
         if stream and params is not None and params.beam_width:
@@ -108,7 +110,8 @@ class Engine:
         if stream and params is not None and params.ranked:
             raise InvalidRequestError("best_of can't be streamed: which outputs are best is known at the end", param="best_of")
         number = self._count + 1
-        request = self.intake.request(number, prompt_ids, params, client_id, priority, cache_salt, pooling, score_from, adapter)
+        own = cache_salt, pooling, score_from, adapter
+        request = self.intake.request(number, prompt_ids, params, client_id, priority, *own, media=media)
         self._check(request, patient)
         request.stream = stream
         if reader is not None:

@@ -15,6 +15,7 @@ from trivium.engine.pooling import Pool, PoolingParams
 from trivium.engine.request import Completion, Request, Text
 from trivium.errors import ContextLengthError, InvalidRequestError, UnsupportedError
 from trivium.kv import root_key
+from trivium.ops import Span
 from trivium.ops.sample import derive_seed
 from trivium.plugin.processors import Processors
 from trivium.sampling import (
@@ -48,6 +49,7 @@ class Intake:
     def request(
         self, number: int, prompt_ids: Sequence[int], params: SamplingParams | None, client_id: str | None,
         priority: int, salt: str, pooling: PoolingParams | None, score_from: int, adapter: str | None, seed: int | None = None,
+        media: Sequence[Span] = (),
     ) -> Request:  # fmt: skip
         """The request `number`, which nobody knows yet. seed: where the parameters have none. Raises InvalidRequestError,
         ContextLengthError, CapacityError or UnsupportedError."""
@@ -60,8 +62,13 @@ class Intake:
             raise InvalidRequestError(message, param="priority")
         ids = self._check_prompt(prompt_ids)
         pool = None if pooling is None else self._pool(pooling, params, len(ids))
+        if pool is None and not self.model.kv_spec.groups:
+            raise UnsupportedError("this model reads whole texts and makes no tokens; ask for embeddings or scores", param="prompt")
         params = SamplingParams(temperature=0.0, max_tokens=0) if pool is not None else params or SamplingParams()
+        media, before = self._check_media(media, len(ids)), len(ids)
         ids = self._truncated(ids, params)
+        shown = (span.cut(before - len(ids), before) for span in media)
+        media = [s._replace(start=s.start - before + len(ids), stop=s.stop - before + len(ids)) for s in shown if s is not None]
         if type(score_from) is not int or not 1 <= score_from <= len(ids):
             raise InvalidRequestError(f"score_from must be from 1 to {len(ids)}, not {score_from!r}", param="score_from")
         capabilities = self.model.capabilities
@@ -72,7 +79,7 @@ class Intake:
             seed = fresh_seed() if self._config.seed is None else derive_seed(self._config.seed % 2**64, number)
         request = Request(
             number, ids, params, max_tokens, self._end_ids(params), Clock(self._clock()), client_id=client_id, salt=salt,
-            adapter=adapter, seed=seed, pool=pool, prompt_logprobs=[None] * score_from,
+            adapter=adapter, seed=seed, pool=pool, prompt_logprobs=[None] * score_from, media=media,
         )  # fmt: skip
         self._build(request, priority, own)
         return request
@@ -83,7 +90,7 @@ class Intake:
         if not self.model.hidden_size:
             message = f"the backend {self.model.backend.name} gives no hidden states, which embeddings are made of; choose another"
             raise UnsupportedError(message, param="pooling")
-        return Pool(pooling, tokens, self.model.hidden_size)
+        return Pool(pooling, tokens, self.model.hidden_size, self.model.pooling, whole=not self.model.kv_spec.groups)
 
     def _check_prompt(self, prompt_ids: Sequence[int]) -> list[int]:
         ids = list(prompt_ids)
@@ -94,6 +101,14 @@ class Intake:
             message = "the prompt is empty and this model has no token to begin with; give at least one token"
             raise InvalidRequestError(message, param="prompt")
         return [int(i) for i in ids]
+
+    def _check_media(self, media: Sequence[Span], length: int) -> Sequence[Span]:
+        refusal = "this model takes text only, no images" if self.model.images is None else self.model.images.refusal
+        if media and refusal:
+            raise UnsupportedError(refusal, param="messages")
+        if any(not 0 <= a.start < a.stop <= b for a, b in zip(media, [*(span.start for span in media[1:]), length])):
+            raise InvalidRequestError("what stands for images must be in order, and within the prompt", param="media")
+        return media
 
     def _truncated(self, ids: list[int], params: SamplingParams) -> list[int]:
         keep = params.truncate_prompt_tokens
@@ -127,7 +142,7 @@ class Intake:
             sampler = SamplerState(*rules, index=index, bad_words=banned, dry=dry, processors=processors, grammar=grammar)
             scores = len(ids) - 1 if params.prompt_logprobs is not None and index == 0 else 0
             seq = Stream(known, root, (priority, request.id, index), limit=len(known) + request.max_tokens, score_end=scores)
-            seq.scored, seq.adapter = len(request.prompt_logprobs) - 1, adapter
+            seq.scored, seq.adapter, seq.media = len(request.prompt_logprobs) - 1, adapter, request.media
             if pool is not None:
                 seq.pooled = pool.first
             text = Text(self._tokenizer, params)

@@ -20,6 +20,7 @@ from trivium.engine.request import Completion, Request
 from trivium.errors import PageFormatError, UnsupportedError
 from trivium.kv import KVCache, Layout, Parcel, root_key
 from trivium.kv.neutral import Arrays, pack, unpack
+from trivium.ops import Span
 from trivium.plugin.contract import Session
 from trivium.sampling import SamplingParams, check_ids, fresh_seed
 from trivium.sched import Sequence as Stream
@@ -55,6 +56,8 @@ def export_state(request: Request, layout: Layout, kv: KVCache, session: Session
     for c in request.completions:
         arrays[f"{c.index}.tokens"] = "int32", np.array(c.token_ids, np.int32)
         _put_logprobs(arrays, f"{c.index}", c.logprobs or [])
+    tiles = {span.tile.digest: span.tile for span in request.media}
+    arrays.update({f"tile.{i}": ("uint8", tile.data) for i, tile in enumerate(tiles.values())})
     clock, own = asdict(request.clock), request.completions[0].seq
     header = {
         "params": asdict(request.params), "max_tokens": request.max_tokens, "seed": request.seed, "priority": own.order[0],
@@ -64,6 +67,7 @@ def export_state(request: Request, layout: Layout, kv: KVCache, session: Session
         "clock": {k: v if k not in _TIMES or v is None else v - now for k, v in clock.items()},
         "last_tokens": [None if c.last_token is None else c.last_token - now for c in request.completions],
         "groups": [layout.describe(g) for g in range(len(layout.spec.groups))],
+        "media": [(span.start, span.stop, span.row, list(tiles).index(span.tile.digest)) for span in request.media],
         "pages": [None if session is None else _put_pages(arrays, c, kv, session) for c in request.completions],
     }  # fmt: skip
     return RequestState(header, arrays)
@@ -103,7 +107,7 @@ def import_state(state: RequestState, build: Callable[..., Request], model: Mode
     rows = list(_logprobs(arrays, "prompt", vocab, tokenizer))
     request = build(
         said["prompt"], SamplingParams(**{**params, "max_tokens": said["max_tokens"]}), said["client_id"], said["priority"],
-        said["salt"], None, rows.count(None), said["adapter"], said["seed"],
+        said["salt"], None, rows.count(None), said["adapter"], said["seed"], _media(said.get("media", ()), arrays, model),
     )  # fmt: skip
     if said["reader"] is not None:
         request.read_with(Reader.from_json(said["reader"], tokenizer))
@@ -124,6 +128,17 @@ def import_state(state: RequestState, build: Callable[..., Request], model: Mode
     request.clock = Clock(**{name: _clock(name, said["clock"][name], now) for name in vars(request.clock)})
     _expect(not request.finished, "nothing of it is left to do")
     return request
+
+
+def _media(said: Any, arrays: Arrays, model: Model) -> list[Span]:
+    if not said or model.images is None:
+        _expect(not said, "it has images, and the model takes text only")
+        return []
+    read, each = model.images.vision.tile, model.images.vision.tokens
+    tiles = [read(arrays[f"tile.{i}"][1]) for i in range(1 + max(number for *_, number in said))]
+    good = all(type(n) is int and n >= 0 for one in said for n in one) and all(row + b - a <= each for a, b, row, _ in said)
+    _expect(good, "its images don't fit their places")
+    return [Span(start, stop, tiles[number], row) for start, stop, row, number in said]
 
 
 def _replay(request: Request, completion: Completion, arrays: Arrays, vocab: int, tokenizer: Tokenizer) -> None:
@@ -157,7 +172,7 @@ def _parcel(seq: Stream, said: Any, arrays: Arrays, index: int, layout: Layout) 
         found = []
         for i, shape in enumerate(layout.shapes(g, computed - first).values()):
             dtype, array = arrays[f"{index}.pages.{g}.{i}"]
-            _expect(array.shape == shape and dtype != "int32", f"a page of group {g} has another shape or type")
+            _expect(array.shape == shape and dtype not in ("int32", "uint8"), f"a page of group {g} has another shape or type")
             found.append((dtype, array))
         parts.append((first, tuple(found)))
     _expect(len(parts) == len(layout.spec.groups), "pages of some groups are missing")

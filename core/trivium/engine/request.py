@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from trivium.engine.pooling import Pool
 from trivium.engine.outputs import Clock, CompletionOutput, RequestOutput, TokenLogprobs
 from trivium.errors import TriviumError
+from trivium.ops import Span
 from trivium.sampling import SamplerState, SamplingParams
 from trivium.sched import Sequence as Stream
 from trivium.text import Detokenizer, StopMatcher, Tokenizer
@@ -178,6 +179,7 @@ class Request:
     error: TriviumError | None = None
     beams: Beams | None = None
     reader: Reader | None = None
+    media: Sequence[Span] = ()
 
     def read_with(self, reader: Reader) -> None:
         """The outputs are answers of a chat. To be called before the first token."""

@@ -12,7 +12,7 @@ from trivium.engine.adapters import Adapters
 from trivium.engine.executor import Model
 from trivium.engine.request import Completion
 from trivium.errors import BackendError
-from trivium.ops import Batch, SampleInputs, Sampled
+from trivium.ops import Batch, SampleInputs, Sampled, Span
 from trivium.ops.batch import F32, I32
 from trivium.plugin.contract import Step
 from trivium.sampling import SamplerState, build_inputs
@@ -139,6 +139,7 @@ class Runner:
             flight.batch.sampling = build_inputs(_sampler_rows(flight), self.model.vocab_size, self._kept)
             if self.model.lora is not None:
                 flight.batch.adapters = self._adapters(self.model.lora, flight, ends)
+            self._stage_images(flight, ends)
             self._move_pages(flight.plan)
             flight.started, flight.ran = self._clock(), True
             flight.step = self.model.executable.run(flight.batch)
@@ -150,6 +151,19 @@ class Runner:
         """The slot of each token's adapter, which is put there if need be: int32[tokens]."""
         held = {seq.adapter for seq in self._scheduler.running}
         return lora.place([entry.seq.adapter for entry in flight.plan.entries], held).repeat(np.diff(ends))
+
+    def _stage_images(self, flight: Flight, ends: I32) -> None:
+        """What stands for images in this step; what the tower takes for it counts as the device's time."""
+        assert flight.batch is not None
+        parts = list[tuple[int, Span]]()
+        for i, (seq, start, count, *_) in enumerate(flight.plan.entries):
+            if seq.media and start < seq.media[-1].stop:
+                cuts = (span.cut(start, start + count) for span in seq.media)
+                parts += [(int(ends[i]) + cut.start - start, cut) for cut in cuts if cut is not None]
+        if parts and self.model.images is not None:
+            flight.started = self._clock()
+            self.model.images.stage(flight.batch.token_ids, parts)
+            self.charge(flight)
 
     def _move_pages(self, plan: StepPlan) -> None:
         """What the pool has given away goes to the tiers; then what is restored comes in, and shared or kept pages are copied."""
@@ -165,6 +179,8 @@ class Runner:
 
     def wait(self, flight: Flight) -> None:
         """Until it has landed. If this raises, or the engine can't use what it gave, the flight is to be undone."""
+        if (tiers := self._scheduler.kv.tiers) is not None:
+            tiers.settle()  # while the step is still on the device
         if flight.fault is not None:
             raise flight.fault
         assert flight.step is not None

@@ -101,7 +101,7 @@ class SplitEngine(Engine):
         """As Engine.close; the front's step is waited for, unless this is collected as garbage within that very step."""
         self._thread.shutdown(wait=not threading.current_thread().name.startswith(_NAME), cancel_futures=True)
         self.front.close()
-        self.front.model = replace(self.front.model, session=cast(Any, None), executable=cast(Any, None), lora=None)
+        self.front.model = replace(self.front.model, session=cast(Any, None), executable=cast(Any, None), lora=None, images=None)
         super().close()
 
     @property

@@ -23,7 +23,7 @@ MAGIC = b"TRIVIUM1"
 MAX_HEADER = 16 << 20
 MAX_DIMS = 8
 _START = len(MAGIC) + 8 + 32
-TYPES = {"float32": "<f4", "float16": "<f2", "bfloat16": "<u2", "int32": "<i4"}
+TYPES = {"float32": "<f4", "float16": "<f2", "bfloat16": "<u2", "int32": "<i4", "uint8": "|u1"}
 
 Array = npt.NDArray[Any]
 Arrays = Mapping[str, tuple[str, Array]]

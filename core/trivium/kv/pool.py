@@ -13,7 +13,8 @@ Key = tuple[bytes, int]
 
 
 class Origin(NamedTuple):
-    """What a full page was computed from: root of the digest chain, digest of the page before it, the page's own tokens (int32)."""
+    """What a full page was computed from: root of the digest chain, digest of the page before it, the page's own tokens (int32) and
+    what stands in place of some of them."""
 
     root: bytes
     previous: bytes

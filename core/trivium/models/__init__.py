@@ -6,6 +6,7 @@ The families of this package have no privilege: those of plugins (see plugin/hoo
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import NamedTuple
 
 from trivium.errors import CheckpointError, UnsupportedError
@@ -13,12 +14,13 @@ from trivium.extensions import blame, find, installed
 from trivium.models import llama
 from trivium.models.config import ModelInfo, RawConfig, count, flag, flatten, number, read_info, table
 from trivium.models.decoder import Decoder
+from trivium.models.media import Vision
 from trivium.ops import Program
 from trivium.weights.checkpoint import Tensors
 
 __all__ = [
-    "ARCHITECTURES", "Decoder", "Family", "ModelInfo", "RawConfig", "arrange", "build", "count", "describe", "flag", "number",
-    "read_info", "table",
+    "ARCHITECTURES", "Decoder", "Family", "ModelInfo", "RawConfig", "Vision", "arrange", "build", "count", "describe", "flag",
+    "number", "read_info", "sight", "table",
 ]  # fmt: skip
 
 
@@ -26,21 +28,21 @@ class Family(NamedTuple):
     """`build(info, max_model_len)` traces the Program; `defaults`: what configuration files of the family may leave out;
     `read(architecture, configuration with defaults)`: the checked sizes, for a family that writes them under other keys;
     `arrange(configuration, tensors)`: the tensors as the Program names them, for a family whose checkpoints cut them otherwise;
-    `draft(info, max_model_len)`: as `build`, the Program of the head for multi-token prediction, see decoder.HIDDEN."""
+    `vision(configuration, the checkpoint's folder)`: how it sees, None if it does not; `draft(info, max_model_len)`: as `build`,
+    the Program of the head for multi-token prediction, see decoder.HIDDEN."""
 
     build: Callable[[ModelInfo, int | None], Program]
     defaults: RawConfig
     read: Callable[[str, RawConfig], ModelInfo] = read_info
     arrange: Callable[[RawConfig, Tensors], Tensors] = lambda config, tensors: tensors
+    vision: Callable[[RawConfig, Path], Vision] | None = None
     draft: Callable[[ModelInfo, int | None], Program] | None = None
 
 
 ARCHITECTURES: Mapping[str, Family] = {
     "LlamaForCausalLM": Family(llama.build_llama, llama.LLAMA_DEFAULTS),
-    "MistralForCausalLM": Family(llama.build_mistral, llama.MISTRAL_DEFAULTS),
     "Qwen2ForCausalLM": Family(llama.build_qwen2, llama.QWEN2_DEFAULTS),
     "Qwen3ForCausalLM": Family(llama.build_qwen3, llama.QWEN3_DEFAULTS),
-    "Phi3ForCausalLM": Family(llama.build_phi3, llama.PHI3_DEFAULTS),
 }
 
 
@@ -74,6 +76,12 @@ def arrange(config: RawConfig, tensors: Tensors) -> Tensors:
     return _family(config)[1].arrange(config, tensors)
 
 
+def sight(config: RawConfig, folder: Path) -> Vision | None:
+    """How the model sees; None if it does not. Raises as `describe`, and CheckpointError for what its image processor lacks."""
+    make = _family(config)[1].vision
+    return None if make is None else make(config, folder)
+
+
 def _family(config: RawConfig) -> tuple[str, Family]:
     names = config.get("architectures")
     if not isinstance(names, list | tuple) or not names or not isinstance(names[0], str):
@@ -82,7 +90,8 @@ def _family(config: RawConfig) -> tuple[str, Family]:
         return names[0], ARCHITECTURES[names[0]]
     family, what = find("model", names[0], Family)
     if family is not None:
-        calls = [call and blame(what)(call) for call in (family.build, family.read, family.arrange, family.draft)]
+        optional = (family.vision, family.draft)
+        calls = [call and blame(what)(call) for call in (family.build, family.read, family.arrange, *optional)]
         return names[0], Family(calls[0], family.defaults, *calls[1:])
     import difflib
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 import numpy as np
@@ -9,6 +10,9 @@ import numpy as np
 from trivium.errors import ProgramError
 from trivium.ops.examples import STEPS, Array, Draw, normal, operator, sequences
 from trivium.ops.state import PagedState
+
+BLOCK = 128
+"""Queries of a whole sequence that are computed together; their scores have to fit into memory."""
 
 
 def write_slots(pages: Array, slots: Array, rows: Array) -> None:
@@ -50,10 +54,15 @@ def attend(q: Array, k: Array, v: Array, visible: Array, scale: float, softcap: 
     return np.array(found, np.float32).reshape(shape)
 
 
-def _attend_one(q: Array, k: Array, v: Array, scale: float, softcap: float | None, sinks: Array | None) -> Array:
-    """q[heads, d], k[keys, kv_heads, d], v[keys, kv_heads, e] -> [kv_heads, heads / kv_heads, e]."""
+def _attend_one(
+    q: Array, k: Array, v: Array, scale: float, softcap: float | None, sinks: Array | None, unseen: Array | None = None
+) -> Array:
+    """q[heads, d], k[keys, kv_heads, d], v[keys, kv_heads, e] -> [kv_heads, heads / kv_heads, e]. unseen bool[heads / kv_heads,
+    keys]: what takes no part."""
     kv_heads = k.shape[1]
     scores = np.matmul(q.reshape(kv_heads, -1, q.shape[-1]), k.transpose(1, 2, 0)) * np.float32(scale)
+    if unseen is not None:
+        scores[:, unseen] = -np.inf
     if softcap is not None:
         scores = np.float32(softcap) * np.tanh(scores / np.float32(softcap))
     sink = np.float32(-np.inf) if sinks is None else sinks.reshape(kv_heads, -1, 1)
@@ -117,6 +126,26 @@ def chunked_attention(q: Array, kv: PagedState, query_starts: Array, context_len
     y = np.zeros_like(q)
     for rows, k, v, visible in sequences_of(kv, query_starts, context_lens, chunk=chunk):
         y[rows] = attend(q[rows], k, v, visible, scale, None, None)
+    return y
+
+
+@operator(
+    "q[tokens, heads, head_dim], k[tokens, kv_heads, head_dim], v[tokens, kv_heads, head_dim], query_starts[seqs+1]:int32"
+    " -> y[tokens, heads, head_dim]", {"scale": 0.2}, {"scale": 0.2, "window": 3}, {"scale": 0.1, "window": 40},
+    sizes={"step": (*STEPS, sequences([150, 7], [150, 7]))}, tolerance=4,
+)  # fmt: skip
+def bidirectional_attention(q: Array, k: Array, v: Array, query_starts: Array, *, scale: float, window: int | None = None) -> Array:
+    """softmax(scale · q·kᵀ) · v without pages: token i reads the step's tokens j of its own sequence, earlier and later ones; with
+    `window` those with |i - j| <= window only. Head h reads kv head h // (heads / kv_heads). A sequence that is read from both ends
+    must be whole in its step (Devlin et al., "BERT", 2019; the window as in Beltagy et al., "Longformer", 2020)."""
+    y, reach = np.zeros_like(q), len(q) if window is None else window
+    for begin, end in itertools.pairwise(query_starts.tolist()):
+        for first in range(begin, end, BLOCK):
+            at = np.arange(first, min(first + BLOCK, end))
+            keys = np.arange(max(first - reach, begin), min(at[-1] + 1 + reach, end))
+            unseen = np.tile(abs(at[:, None] - keys) > reach, (q.shape[1] // k.shape[1], 1))
+            found = _attend_one(q[at].swapaxes(0, 1).reshape(-1, q.shape[-1]), k[keys], v[keys], scale, None, None, unseen)
+            y[at] = found.reshape(q.shape[1], len(at), -1).swapaxes(0, 1)
     return y
 
 

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 
 from trivium.errors import ProgramError
-from trivium.ops import attention, collective, dense, moe, recurrent, sample
+from trivium.ops import attention, collective, dense, media, moe, recurrent, sample
 from trivium.ops.program import INPUTS, Call, Constant, Program, StateDecl, Value
 from trivium.ops.schema import REQUIRED, Arg, Operator, Shape, collect
 from trivium.ops.state import StateSpec
 
-OPERATORS: Mapping[str, Operator] = collect(dense, attention, moe, recurrent, collective, sample)
+OPERATORS: Mapping[str, Operator] = collect(dense, attention, moe, recurrent, media, collective, sample)
 """The operator set, by name."""
 
 

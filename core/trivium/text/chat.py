@@ -20,8 +20,9 @@ _ROLES = frozenset({"system", "user", "assistant", "tool", "developer", "functio
 
 
 class ChatTemplate:
-    """A compiled template. words: its string constants, such as roles; iterates: it takes content as a list of parts; joins: it
-    takes a tool call's arguments as JSON text, which it puts between other texts, not as an object; offers: it shows tools."""
+    """A compiled template. words: its string constants, such as roles; iterates: it takes content as a list of parts; shows: images
+    may be among them; only_parts: it takes content as nothing else; joins: it takes a tool call's arguments as JSON text, which it
+    puts between other texts, not as an object; offers: it shows tools."""
 
     def __init__(self, source: str) -> None:
         if len(source) > MAX_TEMPLATE:
@@ -34,6 +35,8 @@ class ChatTemplate:
             raise TemplateError(f"the chat template can't be compiled: {error}", param="chat_template") from error
         self.words = {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}
         self.iterates = _iterates_content(tree)
+        self.shows = self.iterates and "image" in self.words
+        self.only_parts = self.shows and not any(test.name == "string" for test in tree.find_all(nodes.Test))
         self.offers = any(name.name == "tools" for name in tree.find_all(nodes.Name))
         sums = [side for add in tree.find_all(nodes.Add) for side in (add.left, add.right)]
         self.joins = any(_is_field(side, "arguments", set()) for side in sums)
@@ -118,7 +121,7 @@ def _check(message: Any, where: str, template: ChatTemplate) -> dict[str, Any]:
         raise _invalid(f"{where}.role is {role!r}; possible are {', '.join(sorted(_ROLES))}")
     checked = {key: value for key, value in plain(message, where).items() if value is not None}
     if "content" in checked:
-        checked["content"] = _content(checked["content"], f"{where}.content", template.iterates)
+        checked["content"] = _content(checked["content"], f"{where}.content", template)
     elif not checked.get("tool_calls"):
         checked["content"] = ""
     if "tool_calls" in checked:
@@ -145,19 +148,21 @@ def _tool_calls(calls: Any, where: str, as_text: bool) -> list[dict[str, Any]]:
     return calls
 
 
-def _content(content: Any, where: str, as_parts: bool) -> Any:
+def _content(content: Any, where: str, template: ChatTemplate) -> Any:
     if isinstance(content, str):
-        return content
+        return [{"type": "text", "text": content}] if template.only_parts else content
     if not isinstance(content, list):
         raise _invalid(f"{where} must be text, null or a list of parts, not {type(content).__name__}")
     for i, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else None
+        if kind == "image" and template.shows:
+            continue
         if kind != "text":
             what = f"has the type {kind!r}" if kind else "has no type"
             raise _invalid(f'{where}[{i}] {what}; this model takes parts of the form {{"type": "text", "text": ...}}')
         if not isinstance(part.get("text"), str):
             raise _invalid(f"{where}[{i}].text must be a string")
-    return content if as_parts else "\n".join(part["text"] for part in content)
+    return content if template.iterates else "\n".join(part["text"] for part in content)
 
 
 def _iterates_content(tree: nodes.Template) -> bool:

@@ -31,12 +31,29 @@ def gather_rows(session: TorchSession, args: Args, attrs: Attrs) -> Tensor:
     return torch.index_select(args[0], 0, args[1])
 
 
+def text_ids(session: TorchSession, args: Args, attrs: Attrs) -> Tensor:
+    return torch.clamp(args[0], 0, attrs["vocab"] - 1)
+
+
+def media_rows(session: TorchSession, args: Args, attrs: Attrs) -> Tensor:
+    """No shape depends on where rows stand, so a capture holds for all steps."""
+    ids, media, x = args
+    found = torch.index_select(media.reshape(-1, media.shape[-1]), 0, (ids - attrs["first"]).clamp(min=0)).to(session.dtype)
+    return found if x is None else torch.where((ids >= attrs["first"])[:, None], found, x)
+
+
+def gather_blocks(session: TorchSession, args: Args, attrs: Attrs) -> Tensor:
+    x, rows = args
+    each = (rows[:, None] + torch.arange(attrs["count"], device=x.device)).flatten()
+    return torch.index_select(x, 0, each).reshape(len(rows), attrs["count"] * x.shape[1])
+
+
 def all_reduce(session: TorchSession, args: Args, attrs: Attrs) -> Tensor:
     return session.all_reduce(args[0])
 
 
 def all_gather(session: TorchSession, args: Args, attrs: Attrs) -> Tensor:
-    collectives.expect_ranks(attrs["ranks"])
+    collectives.expect_ranks(attrs["ranks"], session.team)
     return session.all_gather(args[0], attrs["dim"])
 
 
@@ -51,6 +68,7 @@ def recv(session: TorchSession, args: Args, attrs: Attrs) -> Tensor:
 
 
 KERNELS: Mapping[str, Callable[[TorchSession, Args, Attrs], Any]] = {
-    "reshape": reshape, "slice": slice_columns, "concat": concat, "gather_rows": gather_rows, "all_reduce": all_reduce,
+    "reshape": reshape, "slice": slice_columns, "concat": concat, "gather_rows": gather_rows, "text_ids": text_ids,
+    "media_rows": media_rows, "gather_blocks": gather_blocks, "all_reduce": all_reduce,
     "all_gather": all_gather, "send": send, "recv": recv,
 }  # fmt: skip

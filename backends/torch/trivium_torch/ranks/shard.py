@@ -281,6 +281,6 @@ RULES: Mapping[str, Rule] = {
     **{name: _latent_attention(name) for name in ("latent_attention", "sparse_latent_attention")},
     **{name: _same(name) for name in ("add", "mul", "gated", "scale", "softcap", "activation")},
     **{name: _same(name, last=False) for name in ("rms_norm", "layer_norm", "rope", "position_scale", "slice", "concat")},
-    "gather_rows": _same("gather_rows"),
+    "bidirectional_attention": _same("bidirectional_attention", last=False), "gather_rows": _same("gather_rows"),
 }  # fmt: skip
 """What is known of operators whose arguments may be cut."""

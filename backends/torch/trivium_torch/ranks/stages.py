@@ -39,6 +39,12 @@ def cut(program: Program, count: int) -> list[Stage]:
     ]
 
 
+def all_of(program: Program) -> Stage:
+    """The one stage of a Program that is not cut."""
+    parts = {c.value.name: Part(c.value.name) for c in program.constants}
+    return Stage(program, parts, tuple(range(len(program.states))))
+
+
 def stage_spec(spec: KVSpec, states: Sequence[int]) -> KVSpec:
     """What a rank stores that has these states, in this order."""
     own = {state: i for i, state in enumerate(states)}
