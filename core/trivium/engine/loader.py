@@ -21,7 +21,7 @@ from trivium.kv.neutral import rotations
 from trivium.engine.media import Images
 from trivium.models import Vision, arrange, build, describe, sight
 from trivium.models.lora import Target, with_lora
-from trivium.models.media import MEDIA, Place, with_media
+from trivium.models.media import MEDIA, with_media
 from trivium.ops import Constant, KVSpec, Program, Weight, rewrite
 from trivium.plugin import Backend, Capabilities, Device, Executable, Session, WeightFormat, resolve as resolve_backend
 from trivium.plugin.guard import capabilities_of, kernels_of
@@ -125,7 +125,7 @@ class Plan(NamedTuple):
     targets: Sequence[Target]
     options: LoadOptions
     vision: Vision | None = None
-    place: Place | None = None
+    media_first: int | None = None
 
     @property
     def step_tokens(self) -> int:
@@ -163,7 +163,7 @@ def plan(
     if max_model_len > positions and traced is None:
         message = f"max_model_len {max_model_len} is more than the model's {positions} positions"
         raise InvalidRequestError(message, param="max_model_len")
-    vision, place = sight(checkpoint.config, path) if traced is None else None, None
+    vision, first = sight(checkpoint.config, path) if traced is None else None, None
     traced = traced or build(checkpoint.config, max_model_len=max_model_len)
     if chosen.api_version < 2:
         traced = traced.only("logits")
@@ -173,9 +173,9 @@ def plan(
     kernels = kernels_of(chosen, device)
     p = Plan(path, checkpoint, chosen, device, capabilities, traced, traced, (), max_model_len, targets, options, vision)
     if vision is not None and any(kernel.op == "media_rows" for kernel in kernels):
-        traced, place = with_media(traced, p.step_tokens)
+        traced, first = with_media(traced, p.step_tokens)
     program = rewrite(traced, patterns(kernels), accept=lambda call: accepts(call, kernels))
-    p = p._replace(traced=traced, program=program, place=place)
+    p = p._replace(traced=traced, program=program, media_first=first)
     heads = {c.source for c in program.constants if c.value.name == "lm_head.weight"}
     tables = {value for call in program.calls if call.name == "embedding" for value in call.args}
     return p._replace(routes=tuple(_route(c, c.source in heads, c.value in tables, p) for c in program.constants))
@@ -200,7 +200,7 @@ def load(
         with blame(f"backend {p.backend.name!r}: loading {model}"):
             loaded = _load_into(session, model, p, words, given["dtype"], progress)
         opened.pop_all()
-    return loaded if p.vision is None else replace(loaded, images=Images(p.vision, loaded, p.place, tower, refusal))
+    return loaded if p.vision is None else replace(loaded, images=Images(p.vision, loaded, p.media_first, tower, refusal))
 
 
 def _quietly(close: Callable[[], None]) -> None:
@@ -215,8 +215,8 @@ def _load_tower(p: Plan, opened: contextlib.ExitStack) -> tuple[Loaded | None, s
     name, can, patches = p.backend.name, p.capabilities, len(p.vision.positions)
     limit = can.max_batched_tokens or max(TOWER_TOKENS, patches)
     tiles = min(limit, max(TOWER_TOKENS, patches)) // patches
-    if p.place is None or not tiles:
-        lack = f"takes only {limit} of {patches} patches a step" if p.place else "has no kernel for media_rows"
+    if p.media_first is None or not tiles:
+        lack = "has no kernel for media_rows" if p.media_first is None else f"takes only {limit} of {patches} patches a step"
         return None, f"the backend {name} {lack}, which images need; choose another"
     graphs, own = {"graph_sizes": ()} if can.graph_capture else {}, _activations(p.options, can)
     options = LoadOptions(
