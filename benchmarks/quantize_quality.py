@@ -4,11 +4,12 @@ their bits a weight, and those of a peer's file of the same model.
 The original is what --model holds: if that is a .gguf file of rounded weights, these are the measure, and "original" in the report
 says so, and a recipe on the grid that they are on already (q4_1 of Q4_1) costs next to nothing: take a bf16 folder to judge
 methods by. Calibrated on documents of this project that are not among those it is judged on. Everything is computed by one backend,
-in float32 from the stored numbers, so that only the stored numbers differ. --peer: a .gguf file of the same model, such as
-llama.cpp's Q4_K_M. Prints JSON.
+in float32 from the stored numbers, so that only the stored numbers differ. --peer: .gguf files of the same model, such as
+llama.cpp's Q4_K_M. --resident: the original, rounded on load to these formats of the backend, which rounds activations as it does
+for its users. Prints JSON.
 
-    python benchmarks/quantize_quality.py [--model M] [--peer FILE] [--recipes NAME ...] [--windows N] [--max-windows N] [--backend
-    B]
+    python benchmarks/quantize_quality.py [--model M] [--peer FILE ...] [--resident FORMAT ...] [--recipes NAME ...] [--windows N]
+    [--max-windows N] [--backend B]
 """
 
 from __future__ import annotations
@@ -57,10 +58,11 @@ def bits_a_weight(path: Path) -> float:
     return 8 * sum(w.nbytes for w in weights) / sum(math.prod(w.shape) for w in weights)
 
 
-def judged(path: Path, args: argparse.Namespace, material: Material) -> dict[str, Any]:
+def judged(path: Path, args: argparse.Namespace, material: Material, **resident: str) -> dict[str, Any]:
     """The figures of a file or folder against the original."""
     options = {"backend": args.backend, "dtype": "float32", "progress": False}
-    report = evaluate(Side(str(path), options), material, Side(str(args.original), options))
+    own = {"backend": args.backend, "progress": False, **resident} if resident else options
+    report = evaluate(Side(str(path), own), material, Side(str(args.original), options))
     names = ("kl_mean", "kl_median", "kl_p99", "top1", "perplexity", "perplexity_of_measure", "perplexity_ratio", "positions")
     return {"bits_per_weight": bits_a_weight(path), **{name: report[name] for name in names}}
 
@@ -81,11 +83,15 @@ def report(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     material = Material(on, window=args.window, max_windows=args.max_windows)
     found: dict[str, Any] = {}
     for name, recipe in recipes.items():
-        if not args.recipes or name in args.recipes:
+        if args.recipes is None or name in args.recipes:
             found[name] = judged(made(name, recipe, args, calibrate, folder), args, material)
             print(f"{name}: {found[name]}", file=sys.stderr, flush=True)
-    if args.peer is not None:
-        found[f"peer {args.peer.name}"] = judged(args.peer, args, material)
+    for format in args.resident:
+        found[f"resident {format}"] = judged(args.original, args, material, quantize=format)
+        print(f"resident {format}: {found[f'resident {format}']}", file=sys.stderr, flush=True)
+    for peer in args.peer:
+        found[f"peer {peer.name}"] = judged(peer, args, material)
+        print(f"peer {peer.name}: {found[f'peer {peer.name}']}", file=sys.stderr, flush=True)
     formats = sorted({make().format for make in open_checkpoint(args.original).tensors.values()})
     return {
         "original": str(args.model),
@@ -101,8 +107,9 @@ def main() -> None:
     parser.add_argument(
         "--model", default="smollm2-135m", help="the original: a folder, a .gguf file or a name (default: smollm2-135m)"
     )
-    parser.add_argument("--peer", type=Path, metavar="FILE", help="a .gguf file that another tool made of it")
-    parser.add_argument("--recipes", nargs="+", choices=sorted({*FOLDER, *FILE}), help="only these (default: all)")
+    parser.add_argument("--peer", type=Path, nargs="+", default=[], metavar="FILE", help=".gguf files that another tool made of it")
+    parser.add_argument("--resident", nargs="+", default=[], metavar="FORMAT", help="formats of the backend that it is loaded as")
+    parser.add_argument("--recipes", nargs="*", choices=sorted({*FOLDER, *FILE}), help="only these, or none (default: all)")
     parser.add_argument("--windows", type=int, default=64, help="of 512 tokens that are calibrated on (default: 64)")
     parser.add_argument("--window", type=int, default=512, help="tokens of what is judged (default: 512)")
     parser.add_argument("--max-windows", type=int, help="that are judged (default: all of the text)")

@@ -13,7 +13,7 @@ from typing import Any
 
 from trivium.extensions import find, installed
 from trivium.models import ARCHITECTURES, Family
-from trivium.weights.gguf_models import ARCHITECTURES as GGUF, GGUFModel
+from trivium_formats.gguf import GGUFModel
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "models.md"
@@ -32,22 +32,27 @@ FORMATS = """
 ## Storage formats
 
 Beside float32, float16 and bfloat16 in safetensors and every block type of GGUF, checkpoints are opened as these tools publish
-them, by the `quant_method` of their config.json. Each number is exactly what the format's description (or its own package, where it
-installs) says, and models answer on `reference` and `cpu` as the same numbers do in float32 (`python -m pytest tests/formats`).
+them, by the `quant_method` of their config.json or the name of a file that describes the tensors. Each number is exactly what the
+format's description (or its own package, where it installs) says, and models answer on `reference` and `cpu` as the same numbers
+do in float32 (`python -m pytest tests/formats`).
 `--quantize int8` or `int4` rounds them again, into what a backend multiplies fastest.
 
-| `quant_method` | what it is | tests |
+| `quant_method` or file | what it is | tests |
 | --- | --- | --- |
+"""
+HEADS = """
+## Heads for multi-token prediction
+
+`LLM(MODEL, speculative={{"method": "mtp"}})` drafts with the head that a checkpoint of these brings along; the head's logits are
+held to transformers' layers, and the output to that without drafts (`python -m pytest tests/families/test_prediction_heads.py`):
+{}.
 """
 MISSING = """
 ## What is missing, and what for
 
 | family | it needs |
 | --- | --- |
-| Gemma 3n | a mean and a deviation of a row as numbers of their own (sparse activations); streams mixed by each token |
-| DeepSeek-V3.2 in contexts longer than `index_topk`, GLM-5 | latent attention over positions that an indexer chooses |
 | DeepSeek-V4 | attention over compressed keys, hyper-connections |
-| encoders: ModernBERT and its like | attention to both sides without pages |
 
 Recurrent states (LFM2, Qwen3-Next and 3.5, the Mamba-2 hybrids) are cached, forked, drafted, preempted, kept in tiers and moved
 between backends as attention's pages are.
@@ -77,13 +82,14 @@ def formats() -> Iterator[tuple[str, str]]:
 
 def page() -> str:
     """The page's text."""
-    gguf = {model.hf_class: name for name, model in [*GGUF.items(), *own("gguf_model", GGUFModel)]}
+    gguf = {model.hf_class: name for name, model in own("gguf_model", GGUFModel)}
     rows = []
     for name, family, tests in sorted(families(), key=lambda row: row[0]):
         what = " ".join((inspect.getdoc(family.build) or "").split("\n\n")[0].split())
         rows.append(f"| `{name}` | {what} | {gguf.get(name, '')} | {tests} |")
     stored = [f"| `{name}` | {what} | {FORMAT_TESTS} |" for name, what in formats()]
-    return "\n".join([HEAD + "\n".join(rows), FORMATS + "\n".join(stored), MISSING])
+    heads = ", ".join(sorted(f"`{name}`" for name, family, _ in families() if family.draft is not None))
+    return "\n".join([HEAD + "\n".join(rows), HEADS.format(heads) + FORMATS + "\n".join(stored), MISSING])
 
 
 def main() -> int:

@@ -16,9 +16,8 @@ from trivium.ops import Constant, Program, Weight
 from trivium.weights import Checkpoint, open_checkpoint
 from trivium.weights.checkpoint import EMBEDDING, HEAD, canonical_name
 from trivium.weights.formats import SAFETENSORS_TYPES, TensorFile
-from trivium.weights.gguf_file import GGUFFile
-from trivium.weights.gguf_models import map_names
 from trivium.weights.safetensors import find_tensors
+from trivium_formats.gguf import GGUFFile, map_names
 
 from trivium_compress.floats import FLOATS
 from trivium_compress.stored import Stored

@@ -17,13 +17,15 @@ from typing import Any, NamedTuple, TypedDict, Unpack, cast
 from trivium.engine import Engine, EngineConfig, PoolingParams, RequestOutput
 from trivium.engine.adapters import enabled
 from trivium.engine.loader import LoadOptions, load
-from trivium.engine.pooling import likelihood
-from trivium.engine.speculation import Drafter, ModelDrafter, Speculative
+from trivium.engine.pooling import CLASSIFIER, likelihood, relevance
+from trivium.engine.speculation import Drafter, HeadDrafter, ModelDrafter, Speculative
 from trivium.errors import BackendError, ClosedError, InvalidRequestError, UnsupportedError
+from trivium.models import build
 from trivium.ops import Span
 from trivium.sampling import SamplingParams, StructuredOutputs
 from trivium.text.reader import Reader, ToolUse
 from trivium.text.syntaxes import REASONING, TOOLS, choose
+from trivium.weights import open_checkpoint, resolve
 
 Prompt = str | Sequence[int]
 """A text, or token ids."""
@@ -105,8 +107,7 @@ class Opened(ABC):
         backend = one_backend(backend, decode)
         given: Any = {} if backend_options is None else backend_options
         if not isinstance(given, Mapping):
-            message = f"backend_options must be a mapping of option to value, not {backend_options!r}"
-            raise InvalidRequestError(message, param="backend_options")
+            raise InvalidRequestError(f"backend_options must be a mapping, not {backend_options!r}", param="backend_options")
         wanted = Speculative.of(speculative)
         own = dict(given) | ({} if threads is None else {"threads": threads})
         options = LoadOptions(
@@ -123,7 +124,7 @@ class Opened(ABC):
         with contextlib.ExitStack() as opened, _progress_bar(progress) as report:
             self.loaded = load(os.fspath(model) if isinstance(model, os.PathLike) else model, backend, options, progress=report)
             opened.callback(self.loaded.close)
-            drafter = self._drafter(wanted, max_num_seqs, opened, report)
+            drafter = self._drafter(wanted, options, backend, opened, report)
             config = replace(config, max_num_batched_tokens=self.loaded.max_num_batched_tokens)
             self.tokenizer = self.loaded.tokenizer
             if prefill is None:
@@ -138,16 +139,25 @@ class Opened(ABC):
             self._start(opened)
             self._finalizer = weakref.finalize(self, opened.pop_all().close)
 
-    def _drafter(self, wanted: Speculative | None, seqs: int, opened: contextlib.ExitStack, report: Progress) -> Drafter | None:
-        """The drafter of a draft model, whose session is then among the opened things; None: there is no such model."""
-        if wanted is None or wanted.model is None:
+    def _drafter(
+        self, wanted: Speculative | None, options: LoadOptions, backend: str, opened: contextlib.ExitStack, report: Progress
+    ) -> Drafter | None:
+        """The drafter of a draft model or head, whose session is then among the opened things; None: there is no such model."""
+        if wanted is None or wanted.method not in ("draft", "mtp"):
             return None
-        draft = load(wanted.model, wanted.backend, LoadOptions(max_num_seqs=seqs), progress=report)
+        target, traced, own = self.loaded, None, LoadOptions(max_num_seqs=options.max_num_seqs)
+        if wanted.method == "mtp":
+            traced = build(open_checkpoint(resolve(target.name)).config, draft=True)
+        if traced is not None and wanted.backend == "auto":
+            own = replace(options, block_size=target.kv_spec.page_size, num_kv_blocks=target.num_pages, enable_lora=False)
+            wanted = replace(wanted, backend=backend)
+        draft = load(wanted.model or target.name, wanted.backend, own, progress=report, traced=traced)
         opened.callback(draft.close)
-        if (draft.vocab_size, draft.tokenizer.tokens()) != (self.loaded.vocab_size, self.loaded.tokenizer.tokens()):
-            message = f"speculative: the draft model {draft.name} has another vocabulary than {self.loaded.name}"
+        if (draft.vocab_size, draft.tokenizer.tokens()) != (target.vocab_size, target.tokenizer.tokens()):
+            message = f"speculative: the draft model {draft.name} has another vocabulary than {target.name}"
             raise UnsupportedError(message, param="speculative")
-        return ModelDrafter(draft, seqs, draft.max_num_batched_tokens)
+        limits = draft.max_num_seqs, draft.max_num_batched_tokens
+        return ModelDrafter(draft, *limits) if traced is None else HeadDrafter(draft, draft.inlet, *limits)
 
     @abstractmethod
     def _start(self, opened: contextlib.ExitStack) -> None:
@@ -165,13 +175,21 @@ class Opened(ABC):
         """Names of the adapters that requests may give."""
         return () if self.loaded.lora is None else self.loaded.lora.names
 
+    @property
+    def cross_encoder(self) -> bool:
+        """Whether the model makes one number of a prompt: how well a query and a document go together."""
+        return self.loaded.architecture.endswith(CLASSIFIER) and self.loaded.hidden_size == 1
+
     def default_params(self, **fields: Any) -> SamplingParams:
         """The model's own sampling parameters (its generation config; greedy if that does not ask for sampling), with `fields`."""
         return SamplingParams.from_config(self.loaded.generation_config, **fields)
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt: a text gets the special tokens that the model wants, ids stay as they are."""
+        """Token ids of a prompt: a text gets the special tokens that the model wants, ids stay as they are. A pair of texts (tuple)
+        is a query and a document, for a cross-encoder."""
         _check_prompt(prompt)
+        if isinstance(prompt, tuple) and [*map(type, prompt)] == [str, str]:
+            return self.tokenizer.encode_pair(*cast(tuple[str, str], prompt))
         return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
 
     def encode_chat(self, messages: Sequence[Message], **template: Any) -> list[int]:
@@ -214,6 +232,11 @@ class Opened(ABC):
         if not isinstance(pooling, PoolingParams):
             raise InvalidRequestError(f"pooling_params must be PoolingParams, not {params!r:.80}", param="pooling_params")
         return with_options([Request(ids, None, {"pooling": pooling}) for ids in self._encoded(prompts)], options)
+
+    def _judged(self, pairs: Sequence[tuple[str, str]], options: Options) -> list[Request]:
+        if not self.cross_encoder:
+            raise UnsupportedError("this model does not score pairs of texts; compare their embeddings", param="model")
+        return self._pooled(cast(Prompts, [(query, document) for query, document in pairs]), None, options)
 
     def _scored(self, pair: tuple[str, str]) -> Request:
         """Context and continuation as one prompt whose last tokens are scored, cut into tokens as evaluation harnesses do."""
@@ -320,6 +343,10 @@ class LLM(Opened, contextlib.AbstractContextManager["LLM"]):
     ) -> list[RequestOutput]:
         """Embeddings of prompts, as generate() takes them, in the same steps as whatever else runs: see RequestOutput.embedding."""
         return self._complete(self._pooled(prompts, pooling_params, options))
+
+    def score(self, pairs: Sequence[tuple[str, str]], **options: Unpack[Options]) -> list[float]:
+        """How well each (query, document) goes together, 0 to 1, by a cross-encoder; UnsupportedError if the model is none."""
+        return [relevance(output) for output in self._complete(self._judged(pairs, options))]
 
     def loglikelihood(self, pairs: Sequence[tuple[str, str]], **options: Unpack[Options]) -> list[tuple[float, bool]]:
         """For each (context, continuation): the sum of the log probabilities of the continuation's tokens, and whether each of them

@@ -12,7 +12,7 @@ from trivium.api import Chats, Message, Opened, Options, Params, Prompt, Prompts
 from trivium.engine import PoolingParams, RequestOutput, Stats
 from trivium.engine.adapters import enabled
 from trivium.engine.async_engine import AsyncEngine
-from trivium.engine.pooling import likelihood
+from trivium.engine.pooling import likelihood, relevance
 from trivium.sampling import SamplingParams
 
 
@@ -78,6 +78,10 @@ class AsyncLLM(Opened, contextlib.AbstractAsyncContextManager["AsyncLLM"]):
     ) -> list[RequestOutput]:
         """As LLM.embed."""
         return await self._complete(await asyncio.to_thread(self._pooled, prompts, pooling_params, options))
+
+    async def score(self, pairs: Sequence[tuple[str, str]], **options: Unpack[Options]) -> list[float]:
+        """As LLM.score."""
+        return [relevance(output) for output in await self._complete(await asyncio.to_thread(self._judged, pairs, options))]
 
     async def loglikelihood(self, pairs: Sequence[tuple[str, str]], **options: Unpack[Options]) -> list[tuple[float, bool]]:
         """As LLM.loglikelihood."""

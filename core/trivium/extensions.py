@@ -21,8 +21,8 @@ from trivium.errors import PluginError, ProgramError, TriviumError
 
 PROJECT = "trivium"
 KINDS = (
-    "backend", "model", "gguf_model", "weight_format", "tokenizer", "tool_parser", "reasoning_parser", "logits_processor",
-    "model_source", "moderation", "command",
+    "backend", "model", "checkpoint", "gguf_model", "weight_format", "tokenizer", "tool_parser", "reasoning_parser",
+    "logits_processor", "model_source", "moderation", "command",
 )  # fmt: skip
 
 

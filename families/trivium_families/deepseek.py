@@ -1,18 +1,18 @@
-"""DeepSeek V2, V3 and, in short contexts, V3.2: latent attention, and experts that are chosen in groups beside shared ones.
+"""DeepSeek V2, V3 and V3.2: latent attention, and experts that are chosen in groups beside shared ones.
 
 What is kept of a token is a latent vector, from which each head's keys and values are projections, and one rotated key for all
 heads. The projections are absorbed: that of the keys goes to the queries, that of the values behind the attention, so that
 attention reads the latents as they are stored.
 
-Sources: DeepSeek-AI 2024, "DeepSeek-V2", section 2.1 and appendix B; DeepSeek-AI 2024, "DeepSeek-V3", section 2.1; keys as in their
-config.json.
+Sources: DeepSeek-AI 2024, "DeepSeek-V2", section 2.1 and appendix B; DeepSeek-AI 2024, "DeepSeek-V3", section 2.1; DeepSeek-AI
+2025, "DeepSeek-V3.2"; keys as in their config.json.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -22,7 +22,8 @@ from trivium.models.decoder import Rotation
 from trivium.ops import LatentKV, Program, Value, Weight
 
 from trivium_families.experts import shared_and_routed
-from trivium_families.pieces import as_is
+from trivium_families.heads import HeadDecoder, stored_head
+from trivium_families.pieces import as_is, per_layer
 from trivium_families.plugin import Hook
 from trivium_families.stacked import Make, Rearranged, stack_experts
 
@@ -35,6 +36,7 @@ V3_DEFAULTS: RawConfig = {
     "rope_interleave": True, "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5,
 }  # fmt: skip
 _LATENT_EPS = 1e-6
+Choose = Callable[[int, Value, Value], Value]
 _KV_B = re.compile(r"(model\.layers\.\d+\.self_attn)\.kv_b_proj\.weight")
 
 
@@ -60,16 +62,96 @@ def build_v3(info: ModelInfo, max_model_len: int | None) -> Program:
     return latent_layers(d, shared_and_routed(d, scoring="sigmoid", normalize=normalize, correction=True))
 
 
+def draft_v3(info: ModelInfo, max_model_len: int | None) -> Program:
+    """The head of DeepSeek-V3: its layer stands behind the others in the checkpoint."""
+    d = stored_head(info, max_model_len)
+    return _head_layer(d, None)
+
+
+def draft_v32(info: ModelInfo, max_model_len: int | None) -> Program:
+    """The head of DeepSeek-V3.2, whose layer has an indexer, too."""
+    d, chosen = stored_head(info, max_model_len), count(info.config, "index_topk")
+    return _head_layer(d, _indexer(d, chosen, interleaved=False) if (max_model_len or info.max_positions) > chosen else None)
+
+
+def _head_layer(d: HeadDecoder, choose: Choose | None) -> Program:
+    feed_forward = shared_and_routed(d, scoring="sigmoid", normalize=flag(d.info.config, "norm_topk_prob", True), correction=True)
+    rotate = d.rotation()
+    return d.stored(lambda i, x: _latent_attention(d, i, x, rotate, choose=choose), feed_forward)
+
+
 def build_v32(info: ModelInfo, max_model_len: int | None) -> Program:
-    """DeepSeek-V3.2 in contexts of up to `index_topk` tokens, where its sparse attention reads all positions: DeepSeek-V3."""
-    longest, chosen = max_model_len or info.max_positions, count(info.config, "index_topk")
-    if longest > chosen:
-        message = (
-            f"{info.architecture} reads, in contexts of more than {chosen} tokens, only positions that an indexer chooses, and "
-            f"no operator does that (sparse latent attention); {longest} were asked for: set max_model_len to {chosen} or less"
-        )
-        raise UnsupportedError(message, param="max_model_len")  # fmt: skip
-    return build_v3(info, max_model_len)
+    """DeepSeek-V3.2: DeepSeek-V3 whose attention, where contexts can be longer, reads `index_topk` positions that an indexer
+    chooses."""
+    d = Decoder(info, max_model_len)
+    return _sparse_layers(d, max_model_len, lambda chosen: _indexer(d, chosen, interleaved=False))
+
+
+def build_glm_dsa(info: ModelInfo, max_model_len: int | None) -> Program:
+    """GLM-5: DeepSeek-V3.2 of another size, some of whose layers may read the positions that a lower one has chosen."""
+    d, kinds = Decoder(info, max_model_len), _indexer_kinds(info)
+    return _sparse_layers(d, max_model_len, lambda chosen: _shared(_indexer(d, chosen, interleaved=True), kinds))
+
+
+def _sparse_layers(d: Decoder, max_model_len: int | None, indexer: Callable[[int], Choose]) -> Program:
+    longest, chosen = max_model_len or d.info.max_positions, count(d.info.config, "index_topk")
+    normalize = flag(d.info.config, "norm_topk_prob", True)
+    feed_forward = shared_and_routed(d, scoring="sigmoid", normalize=normalize, correction=True)
+    return latent_layers(d, feed_forward, choose=indexer(chosen) if longest > chosen else None)
+
+
+def _indexer_kinds(info: ModelInfo) -> Sequence[str]:
+    """`indexer_types`, or `index_topk_pattern` of F and S, or every `index_topk_freq`-th layer from a certain one on: "full" for a
+    layer with an indexer of its own, the first of which is layer 0."""
+    config, names = info.config, {"F": "full", "S": "shared"}
+    pattern = config.get("index_topk_pattern")
+    if isinstance(pattern, str):
+        pattern = [names.get(letter, letter) for letter in pattern]
+    every, first = count(config, "index_topk_freq", 1), count(config, "index_skip_topk_offset", 2)
+    found = pattern or ["shared" if max(i - first + 1, 0) % every else "full" for i in range(info.layers)]
+    kinds = per_layer(info, "indexer_types", lambda i: found[i] if i < len(found) else "")
+    if kinds[0] != "full" or set(kinds) - {"full", "shared"}:
+        message = f"the configuration's 'indexer_types' must be full or shared, the first one full, not {kinds!r}"
+        raise CheckpointError(message, param="indexer_types")
+    return kinds
+
+
+def _shared(choose: Choose, kinds: Sequence[str]) -> Choose:
+    """In layers that are "shared", what was chosen last."""
+    last = list[Value]()
+
+    def chosen(i: int, x: Value, low: Value) -> Value:
+        if kinds[i] == "full":
+            last.append(choose(i, x, low))
+        return last[-1]
+
+    return chosen
+
+
+def _indexer(d: Decoder, chosen: int, *, interleaved: bool) -> Choose:
+    """The positions that layer `i` reads, from its input x and the compressed queries. What is rotated stands first in queries and
+    keys of the indexer; stored keys have it in their second part."""
+    config, rotate = d.info.config, d.rotation("rope.index.inv_freq", {**d.info.config, "rope_interleaved": interleaved})
+    heads, dim, rope = (count(config, key) for key in ("index_n_heads", "index_head_dim", "qk_rope_head_dim"))
+
+    def parts(x: Value) -> tuple[Value, Value]:
+        x = rotate(x)
+        return d.op("slice", x, start=rope, stop=dim), d.op("slice", x, start=0, stop=rope)
+
+    def choose(i: int, x: Value, low: Value) -> Value:
+        at, b = f"model.layers.{i}.self_attn.indexer", d.b
+        q = d.op("concat", *parts(d.op("reshape", d.linear(low, f"{at}.wq_b", heads * dim), shape=("tokens", heads, dim))))
+        norm = (b.weight(f"{at}.k_norm.{name}", (dim,)) for name in ("weight", "bias"))
+        key = d.op("layer_norm", d.linear(x, f"{at}.wk", dim), *norm, eps=_LATENT_EPS)
+        plain, turned = parts(d.op("reshape", key, shape=("tokens", 1, dim)))
+        keys = b.latent_write(
+            b.state(f"index.{i}", LatentKV(dim - rope, rope)), d.op("reshape", plain, shape=("tokens", dim - rope)),
+            d.op("reshape", turned, shape=("tokens", rope)),
+        )  # fmt: skip
+        weights = d.op("scale", d.linear(x, f"{at}.weights_proj", heads), factor=(heads * dim) ** -0.5)
+        return d.op("top_positions", q, weights, keys, b.input("query_starts"), b.input("context_lens"), top_k=chosen)
+
+    return choose
 
 
 def read_v32(architecture: str, config: RawConfig) -> ModelInfo:
@@ -97,22 +179,27 @@ def build_v4(info: ModelInfo, max_model_len: int | None) -> Program:
     raise UnsupportedError(f"{info.architecture} is not supported", param="architectures")
 
 
-def latent_layers(d: Decoder, feed_forward: Callable[[int, Value], Value], sharpen: Rotation = as_is) -> Program:
-    """Llama's graph with latent attention and `feed_forward(layer, x)`. `sharpen`: what is done to queries before all else."""
+def latent_layers(
+    d: Decoder, feed_forward: Callable[[int, Value], Value], sharpen: Rotation = as_is, choose: Choose | None = None
+) -> Program:
+    """Llama's graph with latent attention and `feed_forward(layer, x)`. `sharpen`: what is done to queries before all else;
+    `choose`: the positions that are read (None: all)."""
     rotate, x = d.rotation(), d.embed()
     for i in range(d.info.layers):
         layer = f"model.layers.{i}"
-        x = d.op("add", x, _latent_attention(d, i, d.norm(x, f"{layer}.input_layernorm"), rotate, sharpen))
+        x = d.op("add", x, _latent_attention(d, i, d.norm(x, f"{layer}.input_layernorm"), rotate, sharpen, choose))
         x = d.op("add", x, feed_forward(i, d.norm(x, f"{layer}.post_attention_layernorm")))
     return d.finish(x)
 
 
-def _latent_attention(d: Decoder, i: int, x: Value, rotate: Rotation, sharpen: Rotation) -> Value:
+def _latent_attention(
+    d: Decoder, i: int, x: Value, rotate: Rotation, sharpen: Rotation = as_is, choose: Choose | None = None
+) -> Value:
     """The attention block of layer `i`. rank: of the latent; nope, rope: numbers of a head's query that are not and that are
     rotated; its values have v_head_dim."""
     info, config, attn = d.info, d.info.config, f"model.layers.{i}.self_attn"
     rank, nope, rope, v_dim = (count(config, k) for k in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
-    bias = flag(config, "attention_bias", False)
+    bias, low = flag(config, "attention_bias", False), x
     if config.get("q_lora_rank") is None:
         q = d.linear(x, f"{attn}.q_proj", info.heads * (nope + rope))
     else:
@@ -127,9 +214,11 @@ def _latent_attention(d: Decoder, i: int, x: Value, rotate: Rotation, sharpen: R
     out = d.b.weight(f"{attn}.v_absorbed.weight", (info.heads, v_dim, rank))
     q_latent = d.op("head_linear", d.op("slice", q, start=0, stop=nope), into)
     q_rope = rotate(d.op("slice", q, start=nope, stop=nope + rope))
-    heads = d.b.latent_attention(
-        q_latent, q_rope, kv, d.b.input("query_starts"), d.b.input("context_lens"), scale=_scale(d, nope + rope)
-    )
+    args = q_latent, q_rope, kv, d.b.input("query_starts"), d.b.input("context_lens")
+    if choose is None:
+        heads = d.b.latent_attention(*args, scale=_scale(d, nope + rope))
+    else:
+        heads = d.b.sparse_latent_attention(*args, choose(i, x, low), scale=_scale(d, nope + rope))
     y = d.op("reshape", d.op("head_linear", heads, out), shape=("tokens", info.heads * v_dim))
     return d.linear(y, f"{attn}.o_proj", info.hidden_size, bias=bias)
 
@@ -174,6 +263,8 @@ def _rearranged(name: str, make: Make, take: Callable[[np.ndarray], np.ndarray])
 
 
 deepseek_v2 = Hook(Family(build_v2, V2_DEFAULTS, read_deepseek, absorb))
-deepseek_v3 = Hook(Family(build_v3, V3_DEFAULTS, read_deepseek, absorb))
-deepseek_v32 = Hook(Family(build_v32, {**V3_DEFAULTS, "index_topk": 2048}, read_v32, absorb))
+deepseek_v3 = Hook(Family(build_v3, V3_DEFAULTS, read_deepseek, absorb, draft=draft_v3))
+deepseek_v32 = Hook(Family(build_v32, {**V3_DEFAULTS, "index_topk": 2048}, read_v32, absorb, draft=draft_v32))
+DSA_DEFAULTS: RawConfig = {**V3_DEFAULTS, "rms_norm_eps": 1e-5, "index_topk": 2048, "n_group": 1, "topk_group": 1}
+glm_dsa = Hook(Family(build_glm_dsa, DSA_DEFAULTS, read_v32, absorb))
 deepseek_v4 = Hook(Family(build_v4, V3_DEFAULTS, refuse_v4))

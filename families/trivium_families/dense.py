@@ -61,24 +61,28 @@ def _rotation(d: Decoder, kind: str) -> Rotation:
 
 
 def _post_norm(d: Decoder, windows: tuple[int | None, ...], rotations: tuple[Rotation, Rotation]) -> Program:
-    """x + norm(attention(x)), then x + norm(mlp(x)); queries and keys are normalised over all heads before they are rotated.
+    """x + norm(attention(x)), then x + norm(mlp(x)).
     `rotations`: of layers that see all positions, and of those with a window."""
-    info, x = d.info, d.embed()
-    bias = flag(info.config, "attention_bias", False)
+    x, bias = d.embed(), flag(d.info.config, "attention_bias", False)
     for i, window in enumerate(windows):
-        layer, rotate = f"model.layers.{i}", rotations[window is not None]
-        attn = f"{layer}.self_attn"
-        q, k = (
-            d.op("reshape", d.norm(d.linear(x, f"{attn}.{p}_proj", heads * info.head_dim, bias=bias), f"{attn}.{p}_norm"),
-                 shape=("tokens", heads, info.head_dim))
-            for p, heads in (("q", info.heads), ("k", info.kv_heads))
-        )  # fmt: skip
-        flat = d.linear(x, f"{attn}.v_proj", info.kv_heads * info.head_dim, bias=bias)
-        v = d.op("reshape", flat, shape=("tokens", info.kv_heads, info.head_dim))
-        y = d.linear(d.attend(i, rotate(q), rotate(k), v, window=window), f"{attn}.o_proj", info.hidden_size, bias=bias)
+        layer = f"model.layers.{i}"
+        y = flat_normed_attention(d, i, x, rotations[window is not None], bias=bias, window=window)
         x = d.op("add", x, d.norm(y, f"{layer}.post_attention_layernorm"))
         x = d.op("add", x, d.norm(d.mlp(x, f"{layer}.mlp"), f"{layer}.post_feedforward_layernorm"))
     return d.finish(x)
+
+
+def flat_normed_attention(d: Decoder, i: int, x: Value, rotate: Rotation, *, bias: bool, window: int | None = None) -> Value:
+    """The attention block of layer `i` on x, whose queries and keys are normalised over all heads before they are rotated."""
+    info, attn = d.info, f"model.layers.{i}.self_attn"
+    q, k = (
+        d.op("reshape", d.norm(d.linear(x, f"{attn}.{p}_proj", heads * info.head_dim, bias=bias), f"{attn}.{p}_norm"),
+             shape=("tokens", heads, info.head_dim))
+        for p, heads in (("q", info.heads), ("k", info.kv_heads))
+    )  # fmt: skip
+    flat = d.linear(x, f"{attn}.v_proj", info.kv_heads * info.head_dim, bias=bias)
+    v = d.op("reshape", flat, shape=("tokens", info.kv_heads, info.head_dim))
+    return d.linear(d.attend(i, rotate(q), rotate(k), v, window=window), f"{attn}.o_proj", info.hidden_size, bias=bias)
 
 
 def build_smollm3(info: ModelInfo, max_model_len: int | None) -> Program:

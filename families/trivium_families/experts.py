@@ -14,6 +14,7 @@ from trivium.errors import CheckpointError
 from trivium.models import Decoder, Family, ModelInfo, RawConfig, count, flag, number, read_info
 from trivium.ops import Program, Value
 
+from trivium_families.heads import stored_head
 from trivium_families.plugin import Hook
 from trivium_families.stacked import stack_experts
 
@@ -140,14 +141,27 @@ def build_qwen3_moe(info: ModelInfo, max_model_len: int | None) -> Program:
 
 
 def build_glm4_moe(info: ModelInfo, max_model_len: int | None) -> Program:
-    """GLM-4.5: DeepSeek's experts under ordinary attention, of whose heads half is rotated."""
-    d, config = Decoder(info, max_model_len), info.config
-    feed_forward = shared_and_routed(d, scoring="sigmoid", normalize=flag(config, "norm_topk_prob", True), correction=True)
-    bias, qk_norm = flag(config, "attention_bias", False), flag(config, "use_qk_norm", False)
-    return layers(d, (None,) * info.layers, feed_forward, bias=bias, qk_norm=qk_norm)
+    """GLM-4.5, 4.6, 4.7: DeepSeek's experts under ordinary attention, of whose heads half is rotated."""
+    d = Decoder(info, max_model_len)
+    return layers(d, (None,) * info.layers, _glm4_experts(d), **_glm4_options(info))
+
+
+def draft_glm4_moe(info: ModelInfo, max_model_len: int | None) -> Program:
+    """The head of GLM-4.5: its layer stands behind the others in the checkpoint."""
+    d = stored_head(info, max_model_len)
+    rotate, options = d.rotation(), _glm4_options(info)
+    return d.stored(lambda i, x: d.attention(i, x, rotate, **options), _glm4_experts(d))
+
+
+def _glm4_experts(d: Decoder) -> Callable[[int, Value], Value]:
+    return shared_and_routed(d, scoring="sigmoid", normalize=flag(d.info.config, "norm_topk_prob", True), correction=True)
+
+
+def _glm4_options(info: ModelInfo) -> dict[str, bool]:
+    return {"bias": flag(info.config, "attention_bias", False), "qk_norm": flag(info.config, "use_qk_norm", False)}
 
 
 _stack_mixtral = partial(stack_experts, names={"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"})
 mixtral = Hook(Family(build_mixtral, MIXTRAL_DEFAULTS, read_info, _stack_mixtral))
-glm4_moe = Hook(Family(build_glm4_moe, GLM4_MOE_DEFAULTS, read_info, stack_experts))
+glm4_moe = Hook(Family(build_glm4_moe, GLM4_MOE_DEFAULTS, read_info, stack_experts, draft=draft_glm4_moe))
 qwen3_moe = Hook(Family(build_qwen3_moe, QWEN3_DEFAULTS, read_info, stack_experts))

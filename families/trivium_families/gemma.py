@@ -38,10 +38,10 @@ def build_gemma3(info: ModelInfo, max_model_len: int | None) -> Program:
     """Gemma 3 (text): windows in five layers of six, each kind with its own rotary base; q and k norms."""
     pattern = count(info.config, "sliding_window_pattern")
     d = gemma_decoder(info, max_model_len)
-    return gemma_layers(d, info.windows(lambda layer: (layer + 1) % pattern != 0), _gemma3_rotations(d), qk_norm=True)
+    return gemma_layers(d, info.windows(lambda layer: (layer + 1) % pattern != 0), gemma3_rotations(d), qk_norm=True)
 
 
-def _gemma3_rotations(d: Decoder) -> tuple[Rotation, Rotation]:
+def gemma3_rotations(d: Decoder) -> tuple[Rotation, Rotation]:
     """The rotations of layers that see all positions and of those with a window: `rope_parameters` holds both kinds, or
     `rope_scaling` scales the former only."""
     config = d.info.config

@@ -6,7 +6,7 @@ Sources: Gemma Team 2026, model cards of Gemma 4; keys as in their config.json.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -49,23 +49,36 @@ class Layer(NamedTuple):
 
 def layers_of(info: ModelInfo) -> list[Layer]:
     """Each layer as the configuration says; CheckpointError if layers share keys and values of a kind that no lower layer has."""
-    config, shared = info.config, info.config.get("num_kv_shared_layers") or 0
     kinds = [*layer_kinds(info, _KINDS, lambda i: _KINDS[(i + 1) % 6 > 0])[:-1], "full_attention"]
-    first = info.layers - (count(config, "num_kv_shared_layers", limit=info.layers) if shared else 0)
-    wide, same = flag(config, "use_double_wide_mlp", False), flag(config, "attention_k_eq_v", False)
+    wide, same = flag(info.config, "use_double_wide_mlp", False), flag(info.config, "attention_k_eq_v", False)
     found = list[Layer]()
-    for i, kind in enumerate(kinds):
-        full, reads = kind == "full_attention", i
-        if i >= first:
-            reads = max((j for j in range(first) if kinds[j] == kind), default=-1)
-        if reads < 0:
-            message = f"the configuration's 'num_kv_shared_layers' ({shared}) leaves no layer of {kind} whose keys could be shared"
-            raise CheckpointError(message, param="num_kv_shared_layers")
+    for i, (kind, reads) in enumerate(zip(kinds, sources_of(info, kinds))):
+        full = kind == "full_attention"
         head_dim, kv_heads = _heads(info, i, full, same)
-        inter = info.intermediate_size * (2 if wide and i >= first else 1)
-        window = None if full else count(config, "sliding_window")
+        inter = info.intermediate_size * (2 if wide and i >= own_layers(info) else 1)
+        window = None if full else count(info.config, "sliding_window")
         found.append(Layer(head_dim, kv_heads, window, reads, same and full, inter, kind))
     return found
+
+
+def own_layers(info: ModelInfo) -> int:
+    """How many layers, from the lowest on, have keys and values of their own: all but the `num_kv_shared_layers` last."""
+    shared = info.config.get("num_kv_shared_layers") or 0
+    return info.layers - (count(info.config, "num_kv_shared_layers", limit=info.layers) if shared else 0)
+
+
+def sources_of(info: ModelInfo, kinds: Sequence[str]) -> list[int]:
+    """Of each layer, the one whose keys and values it reads: itself, or the highest of its kind that has its own. Raises
+    CheckpointError if there is none."""
+    own = own_layers(info)
+    sources = [i if i < own else max((j for j in range(own) if kinds[j] == kind), default=-1) for i, kind in enumerate(kinds)]
+    if -1 in sources:
+        message = (
+            f"the configuration's 'num_kv_shared_layers' ({info.layers - own}) leaves no layer of {kinds[sources.index(-1)]} whose "
+            "keys could be shared"
+        )
+        raise CheckpointError(message, param="num_kv_shared_layers")
+    return sources
 
 
 def _heads(info: ModelInfo, i: int, full: bool, same: bool) -> tuple[int, int]:
@@ -91,13 +104,13 @@ def build(info: ModelInfo, max_model_len: int | None) -> Program:
     layers, stored = layers_of(info), dict[int, Value]()
     rotations = {kind: _rotation(d, kind, head_dim, length) for kind, head_dim in {(s.kind, s.head_dim) for s in layers}}
     x = d.embed(scale=info.hidden_size**0.5)
-    inputs = _layer_inputs(d, x)
+    inputs = layer_inputs(d, x)
     for i, s in enumerate(layers):
         layer = f"model.layers.{i}"
-        y = _attention(d, i, d.norm(x, f"{layer}.input_layernorm"), s, rotations[s.kind], stored)
+        y = shared_attention(d, i, d.norm(x, f"{layer}.input_layernorm"), s, rotations[s.kind], stored)
         x = d.op("add", x, d.norm(y, f"{layer}.post_attention_layernorm"))
         x = d.op("add", x, d.norm(_feed_forward(d, x, layer, s), f"{layer}.post_feedforward_layernorm"))
-        x = x if inputs is None else d.op("add", x, _own_input(d, i, x, inputs))
+        x = x if inputs is None else d.op("add", x, own_input(d, i, x, inputs))
         x = _times(d, x, f"{layer}.layer_scalar")
     return d.finish(x, softcap=cap_of(info, "final_logit_softcapping"))
 
@@ -114,7 +127,7 @@ def _rotation(d: Decoder, kind: str, head_dim: int, length: int) -> Rotation:
     return lambda x: d.op("rope", x, d.b.input("positions"), inv_freq, interleaved=False, scale=found.scale)
 
 
-def _attention(d: Decoder, i: int, x: Value, s: Layer, rotate: Rotation, stored: dict[int, Value]) -> Value:
+def shared_attention(d: Decoder, i: int, x: Value, s: Layer, rotate: Rotation, stored: dict[int, Value]) -> Value:
     """Scores are not scaled; values are normalised too. `stored`: the keys and values of each layer that has its own."""
     info, attn, b = d.info, f"model.layers.{i}.self_attn", d.b
     bias, window = flag(info.config, "attention_bias", False), s.window
@@ -162,7 +175,7 @@ def _experts(d: Decoder, x: Value, layer: str) -> Value:
     return d.op("moe_experts", y, weights, ids, *matrices, kind=d.info.activation)
 
 
-def _layer_inputs(d: Decoder, x: Value) -> Value | None:
+def layer_inputs(d: Decoder, x: Value) -> Value | None:
     """[tokens, layers * width]: what each layer gets of the token: its own embedding and a projection of the common one, half each.
     None: the model has no such inputs."""
     info = d.info
@@ -178,7 +191,8 @@ def _layer_inputs(d: Decoder, x: Value) -> Value | None:
     return d.op("add", common, own)
 
 
-def _own_input(d: Decoder, i: int, x: Value, inputs: Value) -> Value:
+def own_input(d: Decoder, i: int, x: Value, inputs: Value) -> Value:
+    """What layer `i` adds for its part of `layer_inputs`, gated by x: [tokens, hidden]."""
     layer, width = f"model.layers.{i}", int(inputs.shape[-1]) // d.info.layers
     mine = d.op("slice", inputs, start=i * width, stop=(i + 1) * width)
     y = d.op("gated", d.linear(x, f"{layer}.per_layer_input_gate", width), mine, kind=d.info.activation)

@@ -1,4 +1,4 @@
-"""GGUF architectures outside the core: what only their files have, in the terms of config.json.
+"""GGUF architectures: what only their files have, in the terms of config.json.
 
 Source of names and keys: the GGUF specification (ggml docs/gguf.md) and the `gguf` package's constants. A key that a converter
 may leave out has the format's own default here.
@@ -7,7 +7,7 @@ may leave out has the format's own default here.
 from __future__ import annotations
 
 from trivium.plugin import hookimpl
-from trivium.weights.gguf_models import LAYER, Config, GGUFModel, Keys
+from trivium_formats.gguf import LAYER, Config, GGUFModel, Keys
 
 _GEMMA = LAYER | {
     "ffn_norm": "pre_feedforward_layernorm", "post_attention_norm": "post_attention_layernorm",
@@ -67,6 +67,9 @@ def _extend_phi3(keys: Keys, config: Config) -> None:
     config["sliding_window"] = keys.get("attention.sliding_window", int, None) or None
 
 
+llama = Hook(GGUFModel("LlamaForCausalLM", "llama", LAYER, lambda _, config: config.update(rope_interleaved=True)))
+qwen2 = Hook(GGUFModel("Qwen2ForCausalLM", "qwen2", LAYER))
+qwen3 = Hook(GGUFModel("Qwen3ForCausalLM", "qwen3", LAYER))
 gemma2 = Hook(GGUFModel("Gemma2ForCausalLM", "gemma2", _GEMMA, _extend_gemma2))
 gemma3 = Hook(GGUFModel("Gemma3ForCausalLM", "gemma3_text", _GEMMA, _extend_gemma3))
 phi3 = Hook(GGUFModel("Phi3ForCausalLM", "phi3", _PHI3, _extend_phi3))

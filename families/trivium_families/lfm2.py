@@ -5,15 +5,17 @@ Sources: Liquid AI 2025, "LFM2 Technical Report"; keys as in their config.json.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 
 from trivium.errors import CheckpointError, UnsupportedError
 from trivium.models import Decoder, Family, ModelInfo, RawConfig, count, flag, number, read_info
 from trivium.ops import Program, Recurrent, Value
 
+from trivium_families.experts import experts_of, moe
+from trivium_families.pieces import split_experts
 from trivium_families.plugin import Hook
-from trivium_families.stacked import Make, Rearranged
+from trivium_families.stacked import Make, Rearranged, stack_experts
 
 DEFAULTS: RawConfig = {
     "hidden_act": "silu", "norm_eps": 1e-5, "rope_theta": 1e6, "num_key_value_heads": 8, "conv_L_cache": 3, "conv_bias": False,
@@ -55,12 +57,35 @@ def kinds(info: ModelInfo) -> tuple[str, ...]:
 def build(info: ModelInfo, max_model_len: int | None) -> Program:
     """LFM2: gated short convolutions, and attention with q and k norms in some layers."""
     d = Decoder(info, max_model_len)
+    return _layers(d, lambda i, x: d.mlp(x, f"model.layers.{i}.mlp"))
+
+
+def build_moe(info: ModelInfo, max_model_len: int | None) -> Program:
+    """LFM2 with experts, chosen by sigmoid and a bias, in all layers but the lowest."""
+    d, config = Decoder(info, max_model_len), info.config
+    experts, chosen = experts_of(config, "num_experts")
+    dense = 0 if config.get("num_dense_layers") == 0 else count(config, "num_dense_layers")
+    sizes = {"experts": experts, "chosen": chosen, "inter": count(config, "moe_intermediate_size")}
+    normalize, scale = flag(config, "norm_topk_prob", True), number(config, "routed_scaling_factor", 1.0)
+    biased = flag(config, "use_expert_bias", True)
+
+    def feed_forward(i: int, x: Value) -> Value:
+        block = f"model.layers.{i}.mlp"
+        if i < dense:
+            return d.mlp(x, block)
+        bias = f"{block}.expert_bias" if biased else None
+        return moe(d, x, block, **sizes, normalize=normalize, bias=bias, scoring="sigmoid", scale=scale)
+
+    return _layers(d, feed_forward)
+
+
+def _layers(d: Decoder, feed_forward: Callable[[int, Value], Value]) -> Program:
     rotate, x = d.rotation(), d.embed()
-    for i, kind in enumerate(kinds(info)):
+    for i, kind in enumerate(kinds(d.info)):
         layer = f"model.layers.{i}"
         y = d.norm(x, f"{layer}.input_layernorm")
         x = d.op("add", x, _convolution(d, i, y) if kind == "conv" else d.attention(i, y, rotate, qk_norm=True))
-        x = d.op("add", x, d.mlp(d.norm(x, f"{layer}.post_attention_layernorm"), f"{layer}.mlp"))
+        x = d.op("add", x, feed_forward(i, d.norm(x, f"{layer}.post_attention_layernorm")))
     return d.finish(x)
 
 
@@ -89,8 +114,15 @@ def arrange(config: RawConfig, tensors: Mapping[str, Make]) -> Mapping[str, Make
     return arranged
 
 
+def arrange_moe(config: RawConfig, tensors: Mapping[str, Make]) -> Mapping[str, Make]:
+    """As arrange, and experts stacked."""
+    named = {name.replace("feed_forward.", "mlp."): make for name, make in arrange(config, tensors).items()}
+    return split_experts(stack_experts(config, named, names={"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}))
+
+
 def _flat(name: str, make: Make) -> Rearranged:
     return Rearranged(name, make(), lambda a: a[:, 0])
 
 
+lfm2_moe = Hook(Family(build_moe, {**DEFAULTS, "block_auto_adjust_ff_dim": False, "num_dense_layers": 2}, read, arrange_moe))
 lfm2 = Hook(Family(build, DEFAULTS, read, arrange))

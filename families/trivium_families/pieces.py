@@ -53,6 +53,12 @@ def spread(d: Decoder, x: Value, width: int) -> Value:
     return d.op("linear", x, d.b.array(f"ones.{width}", np.ones((width, 1), np.float32)), None)
 
 
+def row_mean(d: Decoder, x: Value) -> Value:
+    """The mean of each row, x[..., n] as y[..., 1]."""
+    n = int(x.shape[-1])
+    return d.op("linear", x, d.b.array(f"mean.{n}", np.full((1, n), 1 / n)), None)
+
+
 def half(d: Decoder, x: Value, part: int, parts: int = 2) -> Value:
     """The `part`-th of `parts` equal pieces of the last dimension."""
     size = int(x.shape[-1]) // parts

@@ -17,12 +17,13 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from trivium.errors import CheckpointError
+from trivium.errors import CheckpointError, UnsupportedError
 from trivium.models import Decoder, Family, ModelInfo, RawConfig, count, flag, read_info, table
 from trivium.models.decoder import Rotation
 from trivium.ops import Program, Recurrent, Value
 
 from trivium_families.experts import experts_of, gated, moe
+from trivium_families.heads import HeadDecoder
 from trivium_families.pieces import computed, decay_rates, half, layer_kinds, rearranged, split_experts, spread
 from trivium_families.plugin import Hook
 from trivium_families.stacked import Make, stack_experts
@@ -34,6 +35,7 @@ DEFAULTS: RawConfig = {
 }  # fmt: skip
 _L2_EPS = 1e-6
 _DELTA = re.compile(r"(model\.layers\.\d+\.linear_attn)\.(.+)")
+_HEAD = re.compile(r"^(?:model\.)?mtp\.layers\.0\.")
 _Array = npt.NDArray[Any]
 
 
@@ -46,13 +48,40 @@ def read(architecture: str, config: RawConfig) -> ModelInfo:
 def build_next(info: ModelInfo, max_model_len: int | None) -> Program:
     """Qwen3-Next: a gated delta rule in three layers of four, gated attention in the fourth; experts beside a gated shared one."""
     d = Decoder(info, max_model_len, norm_offset=1.0)
-    return _layers(d, _sparse(d))
+    return _layers(d, sparse(d))
 
 
 def build_dense(info: ModelInfo, max_model_len: int | None) -> Program:
     """Qwen3.5, 3.6 (text, dense): Qwen3-Next with gated blocks in place of experts."""
     d = Decoder(info, max_model_len, norm_offset=1.0)
     return _layers(d, lambda i, x: d.mlp(x, f"model.layers.{i}.mlp"))
+
+
+def draft_next(info: ModelInfo, max_model_len: int | None) -> Program:
+    """The head of Qwen3-Next and of Qwen3.5 with experts."""
+    d = _head(info, max_model_len)
+    return _head_layer(d, sparse(d))
+
+
+def draft_dense(info: ModelInfo, max_model_len: int | None) -> Program:
+    """The head of Qwen3.5 (dense)."""
+    d = _head(info, max_model_len)
+    return _head_layer(d, lambda i, x: d.mlp(x, f"model.layers.{i}.mlp"))
+
+
+def _head(info: ModelInfo, max_model_len: int | None) -> HeadDecoder:
+    if info.config.get("mtp_num_hidden_layers", 1) != 1:
+        message = f"{info.architecture}: only a head of one layer is supported, not 'mtp_num_hidden_layers' "
+        raise UnsupportedError(f"{message}{info.config['mtp_num_hidden_layers']!r}", param="mtp_num_hidden_layers")
+    return HeadDecoder(info, max_model_len, "mtp.norm", norm_offset=1.0)
+
+
+def _head_layer(d: HeadDecoder, feed_forward: Callable[[int, Value], Value]) -> Program:
+    """The layer of the head, whose attention sees all positions."""
+    x, i = d.joined("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc"), d.info.layers
+    layer = f"model.layers.{i}"
+    x = d.op("add", x, _gated_attention(d, i, d.norm(x, f"{layer}.input_layernorm"), d.rotation()))
+    return d.finish(d.op("add", x, feed_forward(i, d.norm(x, f"{layer}.post_attention_layernorm"))))
 
 
 def _layers(d: Decoder, feed_forward: Callable[[int, Value], Value]) -> Program:
@@ -143,7 +172,7 @@ def _decay(d: Decoder, x: Value, at: str, heads: int) -> Value:
     return d.op("reshape", g, shape=("tokens", heads))
 
 
-def _sparse(d: Decoder) -> Callable[[int, Value], Value]:
+def sparse(d: Decoder) -> Callable[[int, Value], Value]:
     """Experts in every `decoder_sparse_step`-th layer that is not among `mlp_only_layers`, beside one that all tokens see through
     a gate of its own."""
     config = d.info.config
@@ -166,9 +195,11 @@ def _sparse(d: Decoder) -> Callable[[int, Value], Value]:
 
 def arrange(config: RawConfig, tensors: Mapping[str, Make]) -> Mapping[str, Make]:
     """Experts stacked; A_log as the rates of decay, dt_bias as the bias of in_proj_a, convolutions [channels, width]; in_proj_qkvz
-    and in_proj_ba, whose rows stand by key heads, as in_proj_qkv, in_proj_z, in_proj_b and in_proj_a."""
+    and in_proj_ba, whose rows stand by key heads, as in_proj_qkv, in_proj_z, in_proj_b and in_proj_a; the layer of the head for
+    multi-token prediction behind the others."""
     text = {**DEFAULTS, **config, **table(config, "text_config")}
-    arranged = dict[str, Make]()
+    layer, arranged = f"model.layers.{count(text, 'num_hidden_layers')}.", dict[str, Make]()
+    tensors = {_HEAD.sub(layer, name): make for name, make in tensors.items()}
     for name, make in split_experts(stack_experts(config, tensors)).items():
         found = _DELTA.fullmatch(name)
         arranged |= {name: make} if found is None else _delta_tensors(text, found[1], found[2], make)
@@ -206,6 +237,6 @@ def _by_key_heads(s: _Sizes, stem: str, spans: tuple[int, ...], array: _Array) -
     return np.concatenate([heads[:, ends[i] : ends[i + 1]].reshape(-1, array.shape[-1]) for i in spans])
 
 
-qwen3_next = Hook(Family(build_next, DEFAULTS, read, arrange))
-qwen3_5 = Hook(Family(build_dense, DEFAULTS, read, arrange))
-qwen3_5_moe = Hook(Family(build_next, DEFAULTS, read, arrange))
+qwen3_next = Hook(Family(build_next, DEFAULTS, read, arrange, draft=draft_next))
+qwen3_5 = Hook(Family(build_dense, DEFAULTS, read, arrange, draft=draft_dense))
+qwen3_5_moe = Hook(Family(build_next, DEFAULTS, read, arrange, draft=draft_next))

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from trivium.errors import CheckpointError
 from trivium.models import RawConfig
 from trivium.ops import Weight
-from trivium_formats.lazy import Lazy
+from trivium_formats.lazy import Lazy, Parts
 
 Make = Callable[[], Weight]
 Array = npt.NDArray[Any]
@@ -39,6 +39,14 @@ class Stacked(Lazy):
 
     _members: Sequence[Weight]
 
+    def parts(self) -> Parts | None:
+        """Those of the weights, each array with the new first dimension; None where one has none."""
+        found = [p.parts() if isinstance(p, Lazy) else None for p in self._members]
+        whole = [parts for parts in found if parts is not None]
+        if len(whole) < len(found):
+            return None
+        return {name: _together([parts[name] for parts in whole]) for name in whole[0]}
+
     def _stack(self) -> Array:
         return np.stack([p.data for p in self._members])
 
@@ -47,12 +55,18 @@ class Stacked(Lazy):
         return np.stack([decode(one).reshape(shape) for one in data])
 
 
+def _together(values: Sequence[Any]) -> Any:
+    """Arrays stacked; what is no array (None, a block's shape) is of all alike."""
+    return np.stack(values) if isinstance(values[0], np.ndarray) else values[0]
+
+
 class Rearranged(Lazy):
     """The numbers of a weight in another order, or some of them: `take` of its array[shape]. A plain float stays what it is, and so
-    does any format where `take` leaves rows (the last dimension) whole; of others the decoded float32 numbers are taken."""
+    does any format where `take` leaves rows (the last dimension) whole and that is one array; of others the decoded float32
+    numbers are taken."""
 
     def __init__(self, name: str, weight: Weight, take: Callable[[Array], Array], *, whole_rows: bool = False) -> None:
-        kept = whole_rows or weight.format in PLAIN
+        kept = weight.format in PLAIN or (whole_rows and not (isinstance(weight, Lazy) and weight.in_parts))
         shape = take(np.broadcast_to(np.int8(0), weight.shape)).shape
         count = math.prod(shape)
         size = weight.nbytes * count // max(math.prod(weight.shape), 1) if kept else count * 4

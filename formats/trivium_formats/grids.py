@@ -24,11 +24,15 @@ class Grid:
     def rows(self, start: int, stop: int, of: Array | None = None) -> Floats:
         """Each number's own of the matrix' rows start..stop, float32[stop - start, columns]. `of`: the column of blocks to which
         each column of the matrix belongs, where they are not in order."""
-        down, across = self.block
+        columns = np.arange(self.shape[1]) // self.block[1] if of is None else of
+        return self.table(start, stop)[:, columns]
+
+    def table(self, start: int, stop: int) -> Floats:
+        """What is stored for the matrix' rows start..stop, float32[stop - start, blocks across]."""
+        down = self.block[0]
         first = start // down
         table = self.weight.data.reshape(grid_shape(self.shape, self.block))[first : -(-stop // down)]
-        columns = np.arange(self.shape[1]) // across if of is None else of
-        return self.weight.decoder(table)[np.arange(start, stop) // down - first][:, columns]
+        return self.weight.decoder(table)[np.arange(start, stop) // down - first]
 
 
 def grid_shape(shape: tuple[int, int], block: tuple[int, int]) -> tuple[int, int]:

@@ -16,10 +16,13 @@ FLOATS = ("float16", "bfloat16", "float32")
 Parts = Mapping[str, Any]
 """What numbers are stored as, for backends that keep it so: "codes", and "scales" as float32[out, ...].
 
-Whole numbers of 4 bits (formats "awq", "gptq_4"): codes uint8[out, in] below 16, scales float32[out, groups], zeros uint8[out,
-groups]; order int32[in] or None: input i of the codes is input order[i] of the matrix. weight = scale * (code - zero), and groups
-of equal size follow one another. Format "fp8": codes uint8[out, in], the bits of float8_e4m3; scales float32[blocks down, blocks
-across]; block: the (rows, columns) that a scale is for."""
+Whole numbers of 4 bits (formats "awq", "gptq_4", "w4a16"): codes uint8[out, in] below 16, scales float32[out, groups], zeros
+uint8[out, groups]; order int32[in] or None: input i of the codes is input order[i] of the matrix. weight = scale * (code - zero),
+and groups of equal size follow one another.
+
+Numbers of 8 bits: codes int8[out, in] (formats "w8a16", "w8a8") or uint8[out, in], the bits of float8_e4m3 (formats "fp8",
+"w8a8_fp8"); scales float32[blocks down, blocks across]; block: the (rows, columns) that a scale is for: all, one row, or of floats
+a rectangle. The names with a8 say that activations are meant to be rounded to 8 bits, too."""
 _STEP = 1 << 20
 """Numbers that are decoded at a time: what a decoder needs beside its result stays small."""
 
@@ -40,8 +43,13 @@ class Lazy(Weight):
     _nbytes: int
     _parts: Callable[[int, int], Parts] | None = None
 
+    @property
+    def in_parts(self) -> bool:
+        """Whether there are parts(), without reading them."""
+        return self._parts is not None
+
     def parts(self) -> Parts | None:
-        """See Parts; None where the data is all there is."""
+        """See Parts; None where the data is all there is. Several matrices in one weight are the first dimension of each."""
         return None if self._parts is None else self._parts(0, self.shape[0])
 
     def _slice_parts(self, start: int) -> Callable[[int, int], Parts] | None:
@@ -67,7 +75,7 @@ class Lazy(Weight):
         nbytes = self._nbytes * (stop - start) // self.shape[0]
         shape = (stop - start, *self.shape[1:])
         piece = Lazy(self.name, shape, self.format, lambda: self.data[start:stop], self.decoder, origin, nbytes)
-        vars(piece).update(_parts=self._slice_parts(start))
+        vars(piece).update(_parts=self._slice_parts(start), inputs=self.inputs)
         return piece
 
 
@@ -98,7 +106,7 @@ class Decoded(Lazy):
             return _in_steps(lambda first, last: self._rows(start + first, start + last), shape)
 
         piece = Lazy(self.name, shape, self.format, make, self.decoder, origin, nbytes)
-        vars(piece).update(_parts=self._slice_parts(start))
+        vars(piece).update(_parts=self._slice_parts(start), inputs=self.inputs)
         return piece
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from trivium.errors import CheckpointError, UnsupportedError
-from trivium.ops import Weight
+from trivium.ops import InputScale, Weight
 from trivium.plugin import hookimpl
 
 from trivium_formats.lazy import Array, Floats
@@ -91,6 +92,21 @@ def choice(config: Config, key: str, known: Sequence[Any], default: Any = None) 
         method, names = config.get("quant_method"), ", ".join(str(k) for k in known)
         raise UnsupportedError(f"{method} checkpoints with {key} {value!r} can't be read; with {names} they can")
     return value
+
+
+def input_scale(module: Module, offset: str) -> InputScale:
+    """STEM.input_scale and STEM.`offset`, which may lack where it is 0. CheckpointError if they are no scale and whole offset."""
+    scale, zero = _number(module, "input_scale"), _number(module, offset) if offset in module.parts else 0.0
+    if not (math.isfinite(scale) and scale > 0 and zero in range(-128, 128)):
+        raise CheckpointError(f"{module.stem}: inputs can't be rounded by the scale {scale} and the offset {zero}")
+    return InputScale(scale, int(zero))
+
+
+def _number(module: Module, part: str) -> float:
+    weight = module.need(part, None, ("float16", "bfloat16", "float32", "int8", "int32"))
+    if math.prod(weight.shape) != 1:
+        raise CheckpointError(f"{module.stem}.{part} has the shape {list(weight.shape)}; it must be one number")
+    return float(weight.decode().reshape(()))
 
 
 def check_groups(stem: str, of: Array, groups: int) -> Array:

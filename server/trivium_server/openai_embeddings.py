@@ -16,7 +16,8 @@ from trivium_server.work import embedded
 
 
 class EmbeddingRequest(Struct, kw_only=True):
-    """input: as a completion's prompt. pooling: last (the default), mean or cls."""
+    """input: as a completion's prompt. pooling: last, mean or cls; normalize: to length 1; by default both as the model was made
+    for."""
 
     input: str | list[str | int | list[int]]
     model: str | None = None
@@ -61,6 +62,8 @@ async def embed(call: Call, body: EmbeddingRequest) -> Embeddings:
     given = {"pooling": body.pooling, "normalize": body.normalize, "dimensions": body.dimensions}
     pooling = PoolingParams(**{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
     served = await call.use(body.model, body)
+    if served.llm.cross_encoder:
+        raise bad("this model scores pairs of texts and has no embeddings; use /v1/rerank or /v1/score", "model")
     for prompt in prompts:
         served.check_length(prompt)
     outputs = await embedded(served, prompts, pooling, call.options(body), call.app.meters)

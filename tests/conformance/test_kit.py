@@ -235,7 +235,7 @@ PATCHES = {
 def test_a_plugin_that_patches_the_core_is_found(patch, tmp_path, monkeypatch):
     source = f"""
 import trivium.sched, trivium.engine, trivium.ops, trivium.models, trivium.conformance.kit
-from trivium.plugin.reference import ReferenceBackend
+from trivium_reference.plugin import ReferenceBackend
 from trivium.plugin import hookimpl
 class Patching(ReferenceBackend):
     name = "patching"

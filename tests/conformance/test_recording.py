@@ -71,7 +71,7 @@ def test_a_changed_kernel_is_seen(recorded: Path, monkeypatch: pytest.MonkeyPatc
     from trivium.ops import OPERATORS
 
     gated = OPERATORS["gated"]
-    monkeypatch.setattr("trivium.plugin.reference.OPERATORS", {
+    monkeypatch.setattr("trivium_reference.plugin.OPERATORS", {
         **OPERATORS, "gated": gated._replace(reference=lambda gate, up, **attrs: gated(up, gate, **attrs)),
     })  # fmt: skip
     report = replay(recorded, "reference").to_json()

@@ -200,6 +200,72 @@ def test_captured_steps_are_held_to_eager_ones(monkeypatch):
     assert judged_graphs(graph_lab(monkeypatch, right_chip)).status == "failed"
 
 
+class CapturedDrafts(graph_chip.Captured):
+    """Replays steps of several tokens a sequence, too, padded by tokens that belong to no sequence."""
+
+    def run(self, batch):
+        size = next((n for n in self._sizes if n >= batch.tokens), 0)
+        self.log.append(("replay" if size else "eager", batch.tokens - batch.seqs))
+        return self._eager.run(self.of(batch, size - batch.tokens) if size else batch)
+
+    def of(self, batch, more):
+        def pad(array, value):
+            return np.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, more)], constant_values=value)
+
+        made = {name: pad(getattr(batch, name), 0) for name in ("token_ids", "positions")}
+        starts = np.append(batch.query_starts, batch.tokens + more).astype(np.int32)
+        lens = np.append(batch.context_lens, more).astype(np.int32)
+        tables = np.pad(batch.block_tables, [(0, 0), (0, 1), (0, 0)])
+        return dataclasses.replace(
+            batch, **made, query_starts=starts, context_lens=lens, block_tables=tables, slot_mapping=pad(batch.slot_mapping, -1)
+        )  # fmt: skip
+
+
+class FirstTokensOnly(CapturedDrafts):
+    """A capture that stores the first token of each sequence alone."""
+
+    def of(self, batch, more):
+        made = super().of(batch, more)
+        kept = np.full(made.slot_mapping.shape, -1, np.int64)
+        kept[:, batch.query_starts[:-1]] = made.slot_mapping[:, batch.query_starts[:-1]]
+        return dataclasses.replace(made, slot_mapping=kept)
+
+
+class DraftChip(graph_chip.GraphChip):
+    def capabilities(self, device):
+        return dataclasses.replace(super().capabilities(device), graph_drafts=True)
+
+    def open(self, device, options):
+        own = dict(options)
+        self.told = own.pop("graph_queries")
+        return super().open(device, own)
+
+
+def judged_drafts(monkeypatch, captured):
+    monkeypatch.setattr(graph_chip, "Captured", captured)
+    chip = DraftChip()
+    device = chip.probe().devices[0]
+    lab = Lab(chip, device, chip.capabilities(device), chip.kernels(device))
+    row = next(check for check in collect_checks(lab, ["serving"]) if check.name == "captured drafts = eager").run()
+    assert chip.told == 4 or row.status == "failed"
+    return row
+
+
+def test_captured_steps_that_verify_drafts_are_held_to_plain_ones(monkeypatch):
+    replayed = []
+    run = CapturedDrafts.run
+    with monkeypatch.context() as patch:
+        patch.setattr(CapturedDrafts, "run", lambda self, batch: (run(self, batch), replayed.append(self.log[-1]))[0])
+        right = judged_drafts(monkeypatch, CapturedDrafts)
+    assert right.status == "passed", right.detail
+    assert any(what == "replay" and drafts > 0 for what, drafts in replayed)
+    assert judged_drafts(monkeypatch, FirstTokensOnly).status == "failed"
+    monkeypatch.undo()
+    plain = graph_lab(monkeypatch, graph_chip.Captured)
+    rows = {check.name: check for check in collect_checks(plain, ["serving"])}
+    assert rows["captured drafts = eager"].run().status == "skipped"
+
+
 def test_requests_move_between_the_reference_and_itself_under_its_own_name():
     report = run_conformance("reference", areas=["serving"])
     assert {r.name for r in report.rows if r.name.startswith("moved") and r.status == "passed"} == {

@@ -70,15 +70,46 @@ def test_a_profile_starts_from_zero_and_says_nothing_when_off(executable):
     assert executable.profile(False) == ((), {})
 
 
-@pytest.mark.parametrize(("window", "causal"), list(itertools.product([0, 1, 7, 100], [True, False])))
-def test_the_pairs_of_attention_are_those_that_brute_force_finds(window, causal):
+@pytest.mark.parametrize(
+    ("window", "causal", "chunk"), [*itertools.product([0, 1, 7, 100], [True, False], [0]), (0, True, 4), (0, True, 16)]
+)
+def test_the_pairs_of_attention_are_those_that_brute_force_finds(window, causal, chunk):
     queries, contexts = [1, 5, 12, 3], [40, 5, 30, 9]
+
+    def sees(query, key):
+        near = query - key < window if window else query // chunk == key // chunk if chunk else True
+        return near and (key <= query or not causal)
+
     pairs = keys = 0
     for n, context in zip(queries, contexts, strict=True):
         positions = range(context - n, context)
-        seen = {p: [k for k in range(context) if (k <= p or not causal) and (not window or k > p - window)] for p in positions}
+        seen = {p: [k for k in range(context) if sees(p, k)] for p in positions}
         pairs += sum(len(ks) for ks in seen.values())
         keys += len(set(itertools.chain(*seen.values())))
-    work = attention(10.0, 7, window, causal)({}, batch(queries, contexts))
+    work = attention(10.0, 7, window, causal, chunk)({}, batch(queries, contexts))
     assert work.operations == 2 * 7 * pairs
     assert work.bytes == 10 * keys
+
+
+def test_experts_are_read_as_often_as_tokens_are_likely_to_choose_them():
+    """The first token reads two experts of four; the second, for all one knows, half of the others, the third half of the rest."""
+    backend = CpuBackend()
+    session = backend.open(backend.probe().devices[0], {"threads": 1})
+    b = new_builder()
+    x = b.embedding(b.input("token_ids"), b.weight("table", (VOCAB, WIDTH)))
+    shares, ids = b.moe_route(b.linear(x, b.weight("router", (4, WIDTH)), None), None, top_k=2)
+    matrices = [b.weight(name, (4, WIDTH, WIDTH)) for name in ("gate", "up", "down")]
+    y = b.moe_experts(x, shares, ids, *matrices, None, None, None)
+    program = b.finish({"logits": b.gather_rows(y, b.input("sample_rows"))}, vocab_size=WIDTH)
+    weights = {
+        c.value.name: session.load(as_weight(c.value.name, np.ones(c.value.shape, np.float32)), "float32")
+        for c in program.constants
+    }
+    executable = session.compile(program, weights)
+    executable.profile(True)
+    executable.run(batch([3], [3]))
+    found = {o.name: o for o in executable.profile(False).operators}["experts"]
+    experts, products = 2 + 1 + 0.5, 3 * WIDTH * WIDTH
+    assert found.operations == 2 * 3 * 2 * products
+    assert found.bytes == 4 * (experts * products + 3 * (2 * WIDTH + 2 + 2))
+    session.close()

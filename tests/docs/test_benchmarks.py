@@ -8,8 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+from gguf import GGUFReader, quants
 from tiny_checkpoints import make_checkpoint
+from weight_files import whole_blocks_gguf
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -58,6 +61,25 @@ def test_the_price_of_rounding_is_printed_as_json(tmp_path: Path):
     assert report["original_formats"] == ["float32"] and found.keys() == {"int4 gptq", "int8"}
     assert found["int8"]["kl_mean"]["value"] < 0.1 * found["int4 gptq"]["kl_mean"]["value"]
     assert 5 < found["int4 gptq"]["bits_per_weight"] < found["int8"]["bits_per_weight"] < 10
+
+
+def test_an_original_off_the_grid_computes_what_its_source_does(tmp_path: Path):
+    source, moved = whole_blocks_gguf(tmp_path / "source.gguf"), tmp_path / "moved.gguf"
+    run("off_grid.py", str(source), str(moved))
+    before, after = ({t.name: quants.dequantize(t.data, t.tensor_type) for t in GGUFReader(p).tensors} for p in (source, moved))
+    up, down, v, o = (f"blk.1.{name}.weight" for name in ("ffn_up", "ffn_down", "attn_v", "attn_output"))
+
+    def paths(t):
+        """What is between two places where scales count: from norm to scores, and through both pairs of matrices."""
+        values = np.repeat(t[v].reshape(2, 1, 16, 64), 2, axis=1).reshape(64, 64)  # each head of values serves two queries
+        read = [t[f"blk.1.{name}.weight"] * t["blk.1.attn_norm.weight"] for name in ("attn_q", "attn_k")]
+        return [*read, t[down] @ (t[up] * t["blk.1.ffn_norm.weight"]), t[o] @ (values * t["blk.1.attn_norm.weight"])]
+
+    for one, other in zip(paths(before), paths(after), strict=True):
+        assert np.abs(one - other).max() < 0.02 * np.abs(one).max()  # bfloat16
+    for name in (up, down, v, o):
+        assert np.abs(before[name] / after[name] - 1).mean() > 0.05
+    np.testing.assert_allclose(after["token_embd.weight"], before["token_embd.weight"], rtol=2**-8)
 
 
 @pytest.mark.weights

@@ -8,7 +8,7 @@ import pytest
 from tiny_checkpoints import make_checkpoint
 from trivium.engine.loader import LoadOptions, load
 from trivium.plugin import Memory, resolve
-from trivium.plugin.reference import ReferenceSession
+from trivium_reference.plugin import ReferenceSession
 
 
 @pytest.mark.parametrize("share", [0.25, 0.5])

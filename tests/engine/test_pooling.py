@@ -98,7 +98,7 @@ def test_no_rows_are_gathered_where_nothing_is_pooled():
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"pooling": "max"}, "pooling"), ({"pooling": None}, "pooling"), ({"pooling": ["last"]}, "pooling"),
+        ({"pooling": "max"}, "pooling"), ({"pooling": 1}, "pooling"), ({"pooling": ["last"]}, "pooling"),
         ({"normalize": 1}, "normalize"), ({"dimensions": 0}, "dimensions"), ({"dimensions": True}, "dimensions"),
         ({"dimensions": 2.0}, "dimensions"),
     ],

@@ -28,13 +28,11 @@ def config(architecture: str, **more: Any) -> dict[str, Any]:
     return {**SIZES, "architectures": [architecture], **more}
 
 
-def test_sparse_attention_is_refused_where_it_would_be_sparse_and_only_there() -> None:
-    sparse = config("DeepseekV32ForCausalLM", **LATENT, index_topk=100)
-    with pytest.raises(UnsupportedError, match=r"sparse latent attention.*set max_model_len to 100 or less") as e:
-        build(sparse)
-    assert e.value.param == "max_model_len"
-    names = [call.name for call in build(sparse, max_model_len=100).calls]
-    assert names.count("latent_attention") == 4
+def test_attention_is_sparse_where_contexts_may_be_long_and_only_there() -> None:
+    sparse = config("DeepseekV32ForCausalLM", **LATENT, index_topk=100, index_n_heads=2, index_head_dim=16)
+    for length, names in ((101, {"top_positions": 4, "sparse_latent_attention": 4}), (100, {"latent_attention": 4})):
+        calls = [call.name for call in build(sparse, max_model_len=length).calls]
+        assert {name: calls.count(name) for name in calls if "latent_attention" in name or name == "top_positions"} == names
 
 
 def test_an_architecture_without_its_operators_says_which_are_missing() -> None:
@@ -44,6 +42,9 @@ def test_an_architecture_without_its_operators_says_which_are_missing() -> None:
 
 @pytest.mark.parametrize(("architecture", "fault", "key"), [
     ("Llama4ForCausalLM", {"num_experts_per_tok": 2}, "num_experts_per_tok"),
+    ("OlmoForCausalLM", {"clip_qkv": 8.0}, "clip_qkv"),
+    ("StableLmForCausalLM", {"qk_layernorm": True}, "qk_layernorm"),
+    ("CohereForCausalLM", {"use_qk_norm": True}, "use_qk_norm"),
     ("Llama4ForCausalLM", {"layer_types": ["sliding_attention"] * 4}, "layer_types"),
     ("Mistral4ForCausalLM", {**LATENT, "n_group": 4}, "n_group"),
     ("Mistral3ForConditionalGeneration", {"model_type": "qwen3"}, "model_type"),
@@ -61,6 +62,13 @@ def test_what_a_family_can_t_do_is_refused_by_its_key(architecture: str, fault: 
     ("Qwen3_5ForCausalLM", {"linear_num_key_heads": 3, "linear_num_value_heads": 4}, "linear_num_value_heads"),
     ("Qwen3_5ForCausalLM", {"layer_types": ["full_attention"]}, "layer_types"),
     ("Gemma4ForCausalLM", {"num_kv_shared_layers": 4}, "num_kv_shared_layers"),
+    ("Gemma3nForCausalLM", {}, "num_kv_shared_layers"),
+    ("GlmMoeDsaForCausalLM", {**LATENT, "index_topk_pattern": "SFFF"}, "indexer_types"),
+    ("GlmMoeDsaForCausalLM", {**LATENT, "index_topk_pattern": "FF"}, "indexer_types"),
+    ("Gemma3nForCausalLM", {"num_kv_shared_layers": 0, "altup_active_idx": 4}, "altup_active_idx"),
+    ("Gemma3nForCausalLM", {"num_kv_shared_layers": 0, "intermediate_size": [48, 48]}, "intermediate_size"),
+    ("Gemma3nForCausalLM", {"num_kv_shared_layers": 0, "activation_sparsity_pattern": 1.0}, "activation_sparsity_pattern"),
+    ("Gemma3nForCausalLM", {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0}, "hidden_size_per_layer_input"),
     ("FalconH1ForCausalLM", {"mamba_d_ssm": 128, "ssm_multipliers": [1.0]}, "ssm_multipliers"),
     ("FalconH1ForCausalLM", {"mamba_d_ssm": 128, "time_step_limit": 3}, "time_step_limit"),
     ("GraniteMoeHybridForCausalLM", {"shared_intermediate_size": 8, "mamba_n_heads": 5}, "mamba_n_heads"),
@@ -69,6 +77,10 @@ def test_a_configuration_that_can_t_be_true_names_its_key(architecture: str, fau
     with pytest.raises(CheckpointError) as e:
         build(config(architecture, **fault))
     assert e.value.param == key
+
+
+def test_gemma_3n_knows_no_tokens_beyond_those_with_an_embedding_for_each_layer() -> None:
+    assert build(config("Gemma3nForCausalLM", num_kv_shared_layers=0, vocab_size_per_layer_input=250)).vocab_size == 250
 
 
 @pytest.mark.oracles

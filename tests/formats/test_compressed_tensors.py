@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from quantised_files import answers, check_numbers, quantised_pair, rewrite
 from trivium.errors import CheckpointError, UnsupportedError
+from trivium.ops import InputScale
 from trivium.weights import open_checkpoint
 
 pytest.importorskip("compressed_tensors")
@@ -62,37 +63,43 @@ def storing(format: str, weights: dict[str, Any]) -> Any:
 
 
 W4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
+W8 = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
 FP8 = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"}
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "W4A16": ("pack-quantized", W4),
-    "W4A16 asymmetric": ("pack-quantized", {**W4, "symmetric": False, "group_size": 16}),
-    "W4A16 channels": ("pack-quantized", {**W4, "strategy": "channel", "group_size": None}),
-    "W4A16 channels, asymmetric": ("pack-quantized", {**W4, "strategy": "channel", "group_size": None, "symmetric": False}),
-    "W8A16": ("pack-quantized", {**W4, "num_bits": 8}),
-    "W8A16 asymmetric": ("pack-quantized", {**W4, "num_bits": 8, "symmetric": False}),
-    "W2A16": ("pack-quantized", {**W4, "num_bits": 2, "symmetric": False}),
-    "W8A8": ("int-quantized", {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}),
-    "W8A8 asymmetric": ("int-quantized", {"num_bits": 8, "type": "int", "symmetric": False, "strategy": "channel"}),
-    "W8A8 tensor": ("int-quantized", {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "tensor"}),
-    "FP8 channels": ("float-quantized", FP8),
-    "FP8 tensor": ("float-quantized", {**FP8, "strategy": "tensor"}),
-    "FP8 blocks": ("float-quantized", {**FP8, "strategy": "block", "block_structure": [32, 16]}),
-    "FP8 blocks with a rest": ("naive-quantized", {**FP8, "strategy": "block", "block_structure": [128, 40]}),
+CHANNELS = {**W4, "strategy": "channel", "group_size": None}
+CASES: dict[str, tuple[str, dict[str, Any], str]] = {
+    "W4A16": ("pack-quantized", W4, "w4a16"),
+    "W4A16 asymmetric": ("pack-quantized", {**W4, "symmetric": False, "group_size": 16}, "w4a16"),
+    "W4A16 channels": ("pack-quantized", CHANNELS, "w4a16"),
+    "W4A16 channels, asymmetric": ("pack-quantized", {**CHANNELS, "symmetric": False}, "w4a16"),
+    "W8A16": ("pack-quantized", {**W4, "num_bits": 8}, "compressed-tensors"),
+    "W8A16 asymmetric": ("pack-quantized", {**W4, "num_bits": 8, "symmetric": False}, "compressed-tensors"),
+    "W8A16 channels": ("pack-quantized", {**CHANNELS, "num_bits": 8}, "w8a16"),
+    "W8A16 tensor": ("pack-quantized", {**W4, "num_bits": 8, "strategy": "tensor", "group_size": None}, "w8a16"),
+    "W2A16": ("pack-quantized", {**W4, "num_bits": 2, "symmetric": False}, "compressed-tensors"),
+    "W8A8": ("int-quantized", W8, "w8a8"),
+    "W8A8 asymmetric": ("int-quantized", {**W8, "symmetric": False}, "compressed-tensors"),
+    "W8A8 tensor": ("int-quantized", {**W8, "strategy": "tensor"}, "w8a8"),
+    "FP8 channels": ("float-quantized", FP8, "w8a8_fp8"),
+    "FP8 tensor": ("float-quantized", {**FP8, "strategy": "tensor"}, "w8a8_fp8"),
+    "FP8 alone": ("naive-quantized", FP8, "fp8"),
+    "FP8 blocks of 128": ("float-quantized", {**FP8, "strategy": "block", "block_structure": [128, 128]}, "w8a8_fp8"),
+    "FP8 blocks": ("float-quantized", {**FP8, "strategy": "block", "block_structure": [32, 16]}, "compressed-tensors"),
+    "FP8 blocks with a rest": ("naive-quantized", {**FP8, "strategy": "block", "block_structure": [128, 40]}, "compressed-tensors"),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_every_number_is_the_package_s(tmp_path: Path, name: str) -> None:
-    format, weights = CASES[name]
+    format, weights, stored_as = CASES[name]
     folder, _, meant = quantised_pair(tmp_path, config_of(format, weights), storing(format, weights))
-    checkpoint = check_numbers(folder, meant, "compressed-tensors")
+    checkpoint = check_numbers(folder, meant, stored_as)
     assert all(tensor.endswith(".weight") for tensor in checkpoint.tensors)
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 @pytest.mark.parametrize("name", ["W4A16 asymmetric", "W8A8", "FP8 blocks"])
 def test_the_model_answers_as_its_numbers_in_float32_do(tmp_path: Path, name: str, backend: str) -> None:
-    format, weights = CASES[name]
+    format, weights, _ = CASES[name]
     folder, plain, _ = quantised_pair(tmp_path, config_of(format, weights), storing(format, weights))
     assert answers(folder, backend) == answers(plain, backend)
 
@@ -109,7 +116,7 @@ def test_groups_in_the_order_of_activations(tmp_path: Path) -> None:
         return {**parts, "weight_g_idx": order}, np.rint(codes).astype(np.float32) * scale[:, order]
 
     folder, _, meant = quantised_pair(tmp_path, config_of("pack-quantized", {**W4, "actorder": "group"}), store)
-    check_numbers(folder, meant, "compressed-tensors")
+    check_numbers(folder, meant, "w4a16")
     assert len(orders) == 14
 
 
@@ -127,7 +134,12 @@ def test_a_module_goes_by_its_name_then_by_a_pattern_then_by_its_class(tmp_path:
         for i, (target, weights) in enumerate(ways.items())
     }
     folder, _, meant = quantised_pair(tmp_path, config, store)
-    check_numbers(folder, meant, "compressed-tensors")
+    checkpoint = open_checkpoint(folder)
+    for name, array in meant.items():
+        np.testing.assert_array_equal(checkpoint.tensor(name).decode(), array, err_msg=name)
+    assert (checkpoint.tensor(f"{STEM}.weight").format, checkpoint.tensor(f"{STEM.replace('q_', 'k_')}.weight").format) == (
+        "w4a16", "compressed-tensors",
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -189,3 +201,53 @@ def test_tensors_that_do_not_fit_are_named(
     checkpoint = open_checkpoint(rewrite(folder, change))
     with pytest.raises(CheckpointError, match=message):
         checkpoint.tensor(f"{STEM}.weight").decode()
+
+
+def static_config(**activations: Any) -> dict[str, Any]:
+    weights = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
+    config = config_of("int-quantized", weights)
+    config["config_groups"]["group_0"]["input_activations"] = {
+        "num_bits": 8, "type": "int", "strategy": "tensor", "dynamic": False, "symmetric": True, **activations,
+    }  # fmt: skip
+    return config
+
+
+@pytest.mark.parametrize(
+    ("activations", "expected"), [({}, InputScale(0.0625, -5)), ({"dynamic": True}, None), ({"type": "float"}, None)]
+)
+def test_scales_of_inputs_are_handed_on_where_they_are_the_same_for_all_tokens(
+    tmp_path: Path, activations: dict[str, Any], expected: InputScale | None
+) -> None:
+    weights = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
+    store = storing("int-quantized", weights)
+
+    def with_inputs(stem: str, array: np.ndarray, rng: np.random.Generator) -> tuple[dict[str, Any], np.ndarray]:
+        parts, meant = store(stem, array, rng)
+        return {**parts, "input_scale": np.array([0.0625], np.float32), "input_zero_point": np.array([-5], np.int8)}, meant
+
+    folder, _, meant = quantised_pair(tmp_path, static_config(**activations), with_inputs)
+    stored_as = "w8a16" if "type" in activations else "w8a8"
+    weight: Any = check_numbers(folder, meant, stored_as).tensor(f"{STEM}.weight")
+    assert weight.inputs == weight.slice_rows(1, 5).inputs == expected
+    found = weight.slice_rows(1, 5).parts()
+    np.testing.assert_array_equal(found["codes"].astype(np.float32) * found["scales"], meant[f"{STEM}.weight"][1:5])
+
+
+@pytest.mark.parametrize("name", ["W4A16 asymmetric", "W8A8 tensor", "FP8 blocks of 128"])
+def test_experts_that_are_stacked_keep_what_they_are_stored_as(tmp_path: Path, name: str) -> None:
+    from trivium_families.stacked import Rearranged, Stacked
+
+    format, weights, stored_as = CASES[name]
+    folder, _, _ = quantised_pair(tmp_path, config_of(format, weights), storing(format, weights))
+    checkpoint = open_checkpoint(folder)
+    members = [checkpoint.tensor(f"model.layers.{layer}.mlp.up_proj.weight") for layer in (1, 0)]
+    stacked = Stacked("experts", members)
+    assert (stacked.format, stacked.shape) == (stored_as, (2, *members[0].shape))
+    found, parts = stacked.parts(), [member.parts() for member in members]  # type: ignore[attr-defined]
+    for key, value in found.items():
+        for of_one, part in zip(value if isinstance(value, np.ndarray) else [value, value], parts, strict=True):
+            np.testing.assert_array_equal(of_one, part[key])
+    np.testing.assert_array_equal(stacked.decode(), np.stack([member.decode() for member in members]))
+    half = Rearranged("half", members[0], lambda rows: rows[::2], whole_rows=True)
+    assert (half.format, half.parts()) == ("float32", None)
+    np.testing.assert_array_equal(half.decode(), members[0].decode()[::2])

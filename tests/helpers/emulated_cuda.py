@@ -3,6 +3,8 @@ be seen. Triton's kernels run in its interpreter (TRITON_INTERPRET=1).
 
 - A copy to the host arrives when its event is waited for; before that the memory holds nonsense.
 - Page-locked memory that is overwritten before the device has read it is an error.
+- A transfer happens as late as it may: when its event is waited for or followed. Until then its target holds nonsense, and a source
+  that was written meanwhile is an error. Within queue_watched(), so is one that begins before its source is written.
 - A graph keeps the tensors and numbers of its capture: a replay repeats the same operations and launches on the same memory.
 - host_reads_forbidden() fails on whatever would wait for a device.
 """
@@ -14,6 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
@@ -37,8 +40,30 @@ class EmulatedEvent(Event):
         self._device.run_to(self.point)
 
 
+class SideEvent(Event):
+    """The end of a transfer."""
+
+    def __init__(self, device: EmulatedDevice, arrive: Callable[[], None]) -> None:
+        self._device, self._arrive = device, arrive
+        self._there = False
+
+    def done(self) -> bool:
+        return self._there
+
+    def wait(self) -> None:
+        self._device.waits += 1
+        self.come()
+
+    def come(self) -> None:
+        if not self._there:
+            self._there = True
+            with torch.inference_mode():
+                self._arrive()
+
+
 class EmulatedDevice(DeviceApi):
-    """`copies`: ("in" or "out", bytes) in order; `waits`: how often an event was waited for; `captures`, `replays`: of graphs."""
+    """`copies`: ("in" or "out", bytes) in order, `transfers` likewise; `waits`: how often an event was waited for; `captures`,
+    `replays`: of graphs."""
 
     def __init__(self, capability: tuple[int, int] = (9, 0), total: int = 1 << 34) -> None:
         self.name, self.capability, self.device = "emulated", capability, torch.device("cpu")
@@ -49,6 +74,9 @@ class EmulatedDevice(DeviceApi):
         self._later: list[tuple[int, Callable[[], None]]] = []
         self._pinned: list[torch.Tensor] = []
         self.recorder: Recorder | None = None
+        self.transfers: list[tuple[str, int]] = []
+        self.written: dict[int, int] = {}
+        """The point at which the memory at an address was written last, as far as the queue was watched."""
 
     def active(self) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext()
@@ -89,6 +117,27 @@ class EmulatedDevice(DeviceApi):
 
         self._later.append((self.issued, arrive))
 
+    def transfer(self, target: torch.Tensor, source: torch.Tensor, after: Event) -> Event:
+        assert isinstance(after, EmulatedEvent)
+        out = self.is_pinned(target)
+        assert out != self.is_pinned(source), "a transfer is between page-locked memory and the device"
+        if out:
+            last = self.written.get(source.untyped_storage().data_ptr(), 0)
+            assert after.point >= last, "the copy would read a page before it is written"
+        sent = source.clone()
+        target.view(torch.uint8).fill_(POISON)
+        self.transfers.append(("out" if out else "in", source.nbytes))
+
+        def arrive() -> None:
+            assert torch.equal(source, sent), "memory was overwritten before a transfer had read it"
+            target.copy_(sent)
+
+        return SideEvent(self, arrive)
+
+    def follow(self, event: Event) -> None:
+        assert isinstance(event, SideEvent)
+        event.come()
+
     def run_to(self, point: int) -> None:
         self.reached = max(self.reached, point)
         with torch.inference_mode():
@@ -111,6 +160,11 @@ class EmulatedDevice(DeviceApi):
 
     def memory_info(self) -> tuple[int, int]:
         return self.free, self.total
+
+    def peak(self, run: Callable[[], None]) -> int:
+        with Meter() as meter:
+            run()
+        return meter.most
 
     def release(self) -> None:
         self.released += 1
@@ -172,6 +226,49 @@ def launches_recorded_by(recorder: Recorder) -> Iterator[None]:
 def _launch(launch: Any, executor: Any, args: Any, kwargs: Any) -> None:
     with _disable_current_modes(), torch._C.DisableTorchFunction():
         launch(executor, *args, **kwargs)
+
+
+class Meter(TorchDispatchMode):
+    """Counts the bytes of what operations make, as long as it lives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = 0
+        self._live: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs or {})) if isinstance(t, torch.Tensor)}
+        found = func(*args, **(kwargs or {}))
+        self._live = {at: held for at, held in self._live.items() if not held[0].expired()}
+        for storage in (t.untyped_storage() for t in tree_leaves(found) if isinstance(t, torch.Tensor)):
+            if storage.data_ptr() not in before:
+                self._live[storage.data_ptr()] = StorageWeakRef(storage), storage.nbytes()
+        self.most = max(self.most, sum(size for _, size in self._live.values()))
+        return found
+
+
+class QueueWatch(TorchDispatchMode):
+    """Counts every operation as a point of the queue, and notes what memory it has written."""
+
+    def __init__(self, device: EmulatedDevice) -> None:
+        super().__init__()
+        self._device = device
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        self._device.issued += 1
+        if not func.is_view:
+            for tensor in (t for t in tree_leaves(found) if isinstance(t, torch.Tensor)):
+                self._device.written[tensor.untyped_storage().data_ptr()] = self._device.issued
+        return found
+
+
+@contextlib.contextmanager
+def queue_watched(device: EmulatedDevice) -> Iterator[None]:
+    """Within it a transfer that is not behind the last write of its source is an error."""
+    device.written.clear()
+    with QueueWatch(device):
+        yield
 
 
 READS = {

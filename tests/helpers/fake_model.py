@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+from trivium.engine import PoolingParams
 from trivium.ops import Batch, Group, KVSpec, PagedKV, Recurrent, Sampled
 from trivium.ops.sample import plain_inputs, sample
 from trivium.plugin.contract import Capabilities
@@ -110,6 +111,8 @@ class FakeExecutable:
         for s in range(batch.seqs):
             for g, group in enumerate(self.spec.groups):
                 self._read(batch, s, g, group, rows)
+            if not self.spec.groups:
+                self._read_whole(batch, s, rows)
         logits = np.array([logits_of(rows[int(row)]) for row in batch.sample_rows], np.float32).reshape(-1, VOCAB)
         hidden = np.array([hidden_of(rows[int(row)]) for row in batch.pool_rows], np.float32).reshape(-1, HIDDEN)
         if not len(logits):
@@ -139,6 +142,13 @@ class FakeExecutable:
             self._expect((got[:, 0] == g).all() and (got[:, 1] == where).all(), f"group {g} reads another's tokens")
             if row in rows:
                 rows[row].append(mix(got[:, 2].tolist()))
+
+    def _read_whole(self, batch: Batch, s: int, rows: dict[int, list[int]]) -> None:
+        """Without groups every row depends on all tokens of its sequence, which must be there."""
+        start, end, context = (int(x) for x in (batch.query_starts[s], batch.query_starts[s + 1], batch.context_lens[s]))
+        self._expect(context == end - start, "a sequence is not whole in its step")
+        for row in rows.keys() & set(range(start, end)):
+            rows[row] = [mix(batch.token_ids[start:end]), row - start]
 
     def _recur(self, batch: Batch, s: int, g: int, start: int, end: int, context: int, rows: dict[int, list[int]]) -> None:
         page = int(batch.block_tables[g, s, 0])
@@ -211,7 +221,7 @@ def fake_model(
         backend=SimpleNamespace(name="fake"), capabilities=Capabilities(("float32",), (), ("float32",)),
         session=SimpleNamespace(copy_pages=executable.copy_pages), executable=executable, kv_spec=spec, num_pages=pages,
         vocab_size=VOCAB, max_model_len=max_model_len, eos_ids=frozenset({EOS}), fingerprint=fingerprint,
-        hidden_size=HIDDEN, lora=None, images=None,
+        hidden_size=HIDDEN, lora=None, images=None, pooling=PoolingParams("last", normalize=True),
     )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 HEALTHY = """
 from trivium.plugin import API_VERSION, Device, Probe, hookimpl
-from trivium.plugin.reference import ReferenceBackend
+from trivium_reference.plugin import ReferenceBackend
 
 class Chip(ReferenceBackend):
     name = {name!r}

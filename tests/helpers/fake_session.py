@@ -35,6 +35,10 @@ class FakeSession:
         cells = self.executable._cells.reshape(-1, spec.page_size, 3)[list(ids)].astype(np.float32)
         return Pages(which, spec.page_size, spec.dtype, ((cells[:, :, 1, None, None], cells[:, :, 2, None, None]),))
 
+    def start_export(self, group: int, ids: Sequence[int]) -> Callable[[], Pages]:
+        pages = self.export_pages(group, ids)
+        return lambda: pages
+
     def import_pages(self, group: int, ids: Sequence[int], pages: Pages) -> None:
         self.hook("import")
         self.imported += len(ids)

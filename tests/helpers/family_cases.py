@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -38,6 +40,11 @@ _NEMOTRON = {
 _GEMMA4 = {
     "head_dim": 16, "global_head_dim": 24, "sliding_window": 7, "num_hidden_layers": 5, "hidden_size_per_layer_input": 12,
     "vocab_size_per_layer_input": 259, "tie_word_embeddings": True,
+}  # fmt: skip
+_GEMMA3N = {
+    "head_dim": 16, "sliding_window": 7, "num_hidden_layers": 5, "hidden_size_per_layer_input": 12, "num_kv_shared_layers": 2,
+    "vocab_size_per_layer_input": 259, "laurel_rank": 10, "tie_word_embeddings": True,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention", "sliding_attention"],
 }  # fmt: skip
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_state": 12, "mamba_n_groups": 2, "mamba_chunk_size": 8, "rms_norm_eps": 1e-3}
 _LATENT = {
@@ -147,8 +154,21 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         **_GEMMA4, "num_hidden_layers": 7, "attention_k_eq_v": True, "num_global_key_value_heads": 1, "enable_moe_block": True,
         "num_experts": 8, "top_k_experts": 3, "moe_intermediate_size": 24, "hidden_size_per_layer_input": 0,
     }),
+    "gemma3n": ("Gemma3n", {
+        **_GEMMA3N, "activation_sparsity_pattern": [0.95, 0.6, 0.0, 0.4, 0.0], "intermediate_size": [48, 40, 48, 32, 56],
+    }),
+    "gemma3n-odd": ("Gemma3n", {
+        **_GEMMA3N, "altup_num_inputs": 3, "altup_active_idx": 1, "altup_correct_scale": False, "num_kv_shared_layers": 0,
+    }),
     "deepseek-v3.2": ("DeepseekV32", {
         **_ROUTED, **_LATENT, "n_group": 2, "topk_group": 1, "index_topk": 512, "index_head_dim": 12, "index_n_heads": 2,
+    }),
+    "deepseek-v3.2-sparse": ("DeepseekV32", {
+        **_ROUTED, **_LATENT, "n_group": 2, "topk_group": 1, "index_topk": 7, "index_head_dim": 12, "index_n_heads": 6,
+    }),
+    "glm-dsa": ("GlmMoeDsa", {
+        **_ROUTED, **_LATENT, "index_topk": 7, "index_head_dim": 12, "index_n_heads": 6, "num_hidden_layers": 4,
+        "indexer_types": ["full", "shared", "full", "shared"],
     }),
     "phi-moe": ("Phimoe", {**_EXPERTS, "router_jitter_noise": 0.2, "attention_bias": True, "lm_head_bias": True}),
     "phi-moe-window": ("Phimoe", {**_EXPERTS, "sliding_window": 7, "rope_parameters": {
@@ -166,6 +186,43 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "granite": ("Granite", {
         "embedding_multiplier": 3.0, "logits_scaling": 4.0, "residual_multiplier": 0.3, "attention_multiplier": 0.1,
     }),
+    "arcee": ("Arcee", {"mlp_bias": True, "attention_bias": True}),
+    "seed-oss": ("SeedOss", {"head_dim": 24, "attention_out_bias": True}),
+    "ernie": ("Ernie4_5", {"head_dim": 24, "use_bias": True}),
+    "helium": ("Helium", {"head_dim": 16}),
+    "glm": ("Glm", {"head_dim": 24}),
+    "cwm": ("Cwm", {"head_dim": 24, "sliding_window": 7, "num_hidden_layers": 5}),
+    "exaone4": ("Exaone4", {"sliding_window": 7, "num_hidden_layers": 5, "sliding_window_pattern": 3}),
+    "exaone4-whole": ("Exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
+    "hunyuan": ("HunYuanDenseV1", {"head_dim": 24, "rope_parameters": {
+        "rope_type": "dynamic", "rope_theta": 1e4, "alpha": 50.0, "factor": 1.0,
+    }}),
+    "qwen2-moe": ("Qwen2Moe", {**_GATED_EXPERTS, "decoder_sparse_step": 2}),
+    "dots1": ("Dots1", {**_ROUTED, "head_dim": 24, "n_group": 2, "topk_group": 1}),
+    "solar-open": ("SolarOpen", {**_ROUTED, "head_dim": 24, "first_k_dense_replace": 0}),
+    "olmoe": ("Olmoe", {"num_experts": 6, "num_experts_per_tok": 2}),
+    "minimax-m2": ("MiniMaxM2", {**_EXPERTS, "head_dim": 24, "rotary_dim": 12}),
+    "glm4-moe-lite": ("Glm4MoeLite", {**_ROUTED, **_LATENT}),
+    "lfm2-moe": ("Lfm2Moe", {
+        "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "num_dense_layers": 1,
+        "routed_scaling_factor": 1.7, "layer_types": ["conv", "full_attention", "conv"],
+    }),
+    "ernie-moe": ("Ernie4_5_Moe", {
+        "moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 24, "moe_num_shared_experts": 2, "moe_layer_start_index": 1,
+        "moe_layer_end_index": 2,
+    }),
+    "youtu": ("Youtu", {**_LATENT}),
+    "hyperclovax": ("HyperCLOVAX", {
+        "embedding_multiplier": 3.0, "logits_scaling": 0.25, "residual_multiplier": 0.3, "attention_multiplier": 0.1,
+    }),
+    "gemma": ("Gemma", {"head_dim": 24, "tie_word_embeddings": True}),
+    "olmo": ("Olmo", {}),
+    "stablelm": ("StableLm", {"use_qkv_bias": True}),
+    "stablelm-parallel": ("StableLm", {"use_parallel_residual": True}),
+    "nemotron": ("Nemotron", {"head_dim": 24}),
+    "starcoder2": ("Starcoder2", {"sliding_window": 7}),
+    "cohere": ("Cohere", {"logit_scale": 0.3, "tie_word_embeddings": True}),
+    "phi": ("Phi", {}),
     "glm4": ("Glm4", {"head_dim": 24}),
     "glm4-no-bias": ("Glm4", {"head_dim": 16, "attention_bias": False, "tie_word_embeddings": True}),
     "cohere2": ("Cohere2", {"num_hidden_layers": 5, "sliding_window": 7, "tie_word_embeddings": True, "logit_scale": 0.3}),
@@ -178,11 +235,18 @@ PREFILL_ONLY = {"nemotron-h-latent"}
 
 def oracle_model(name: str, folder: Path) -> Any:
     """transformers' model of the case with seeded numbers, which is saved to `folder`."""
+    model = make_model(name)
+    model.save_pretrained(folder)
+    return model
+
+
+def make_model(name: str, more: Mapping[str, Any] = MappingProxyType({})) -> Any:
+    """transformers' model of the case, `more` changed, with seeded numbers."""
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     torch.set_num_threads(1)
     family, sizes = CASES[name]
     kind = getattr(transformers, f"{family}TextConfig", None) or getattr(transformers, f"{family}Config")
-    config = kind(**{**_SIZES, **sizes})
+    config = kind(**{**_SIZES, **sizes, **more})
     config._attn_implementation = "eager"
     torch.manual_seed(len(name))
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
@@ -193,7 +257,6 @@ def oracle_model(name: str, folder: Path) -> Any:
             noise = torch.empty_like(parameter).normal_(generator=generator)
             flat = parameter.dim() < 2 and not key.endswith("A_log")  # decays near one: the oracle sums up their logarithms
             parameter.data.copy_(parameter.data * flat + noise * (0.1 if flat else 1.2 * parameter.shape[-1] ** -0.5))
-    model.save_pretrained(folder)
     return model
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from trivium.ops import Batch
 from trivium.plugin import Backend, Capabilities, Device, Executable, Probe, Session, Step, hookimpl
-from trivium.plugin.reference import ReferenceBackend, ReferenceSession
+from trivium_reference.plugin import ReferenceBackend, ReferenceSession
 
 STREAMS = 100
 

@@ -8,7 +8,7 @@ from trivium.conformance import collect_checks
 from trivium.conformance.lab import Lab
 from trivium.ops.patterns import run_pattern
 from trivium.plugin import EagerExecutable, Kernel
-from trivium.plugin.reference import ReferenceBackend, ReferenceSession
+from trivium_reference.plugin import ReferenceBackend, ReferenceSession
 
 
 def kernel(name, fn):

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from trivium.plugin import Backend, Capabilities, Device, Executable, Probe, Session, hookimpl
-from trivium.plugin.reference import ReferenceBackend
+from trivium_reference.plugin import ReferenceBackend
 
 INPUTS = {"token_ids", "positions", "query_starts", "context_lens", "sample_rows"}
 

@@ -14,10 +14,13 @@ EVERY = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
 FUSED = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
 
 
-def adapter_tensors(family: str, modules: Any = EVERY, rank: int = 4, seed: int = 1) -> dict[str, np.ndarray]:
-    """lora_A and lora_B by PEFT's names, for the projections of `family`'s tiny model that `modules` names."""
+def adapter_tensors(
+    family: str, modules: Any = EVERY, rank: int = 4, seed: int = 1, sizes: dict[str, Any] | None = None
+) -> dict[str, np.ndarray]:
+    """lora_A and lora_B by PEFT's names, for the projections of `family`'s tiny model that `modules` names. sizes: what the model's
+    configuration has otherwise."""
     rng, tensors = np.random.default_rng(seed), {}
-    for name, weight in sorted(make_weights(tiny_config(family)).items()):
+    for name, weight in sorted(make_weights(tiny_config(family, **(sizes or {}))).items()):
         module = name.removesuffix(".weight")
         if module.rpartition(".")[2] in modules:
             out, n_in = weight.shape
@@ -45,9 +48,17 @@ def write_adapter(folder: Path, tensors: dict[str, np.ndarray], config: dict[str
     return folder
 
 
-def make_adapter(folder: Path, family: str, modules: Any = EVERY, rank: int = 4, seed: int = 1, **config: Any) -> Path:
+def make_adapter(
+    folder: Path,
+    family: str,
+    modules: Any = EVERY,
+    rank: int = 4,
+    seed: int = 1,
+    sizes: dict[str, Any] | None = None,
+    **config: Any,
+) -> Path:
     """Writes one and returns its folder."""
-    return write_adapter(folder, adapter_tensors(family, modules, rank, seed), adapter_config(modules, rank, **config))
+    return write_adapter(folder, adapter_tensors(family, modules, rank, seed, sizes), adapter_config(modules, rank, **config))
 
 
 def make_merged(folder: Path, family: str, adapter: Path, scale: float) -> Path:

@@ -43,10 +43,13 @@ def quantised_pair(
     return quantised, plain, meant
 
 
+IN_PARTS = ("awq", "gptq_4", "w4a16", "w8a16", "w8a8", "fp8", "w8a8_fp8")
+
+
 def check_parts(weight: Any, array: np.ndarray) -> None:
     """What a joined weight says it is stored as has the numbers of `array`; those of 4 bits also by rows."""
-    parts = weight.parts() if weight.format in ("awq", "gptq_4", "fp8") else None
-    assert (parts is None) == (weight.format not in ("awq", "gptq_4", "fp8"))
+    parts = weight.parts()
+    assert (parts is not None) == (weight.format in IN_PARTS) == weight.in_parts
     if parts is not None and "zeros" in parts:
         np.testing.assert_array_equal(_numbers_of_groups(parts), array)
         np.testing.assert_array_equal(_numbers_of_groups(weight.slice_rows(3, 17).slice_rows(2, 9).parts()), array[5:12])
@@ -55,6 +58,9 @@ def check_parts(weight: Any, array: np.ndarray) -> None:
         meant = np.empty_like(array)
         for row, column in np.ndindex(array.shape):
             bits = int(parts["codes"][row, column])
+            if parts["codes"].dtype == np.int8:
+                meant[row, column] = np.float32(bits) * parts["scales"][row // down, column // across]
+                continue
             exponent, fraction = bits >> 3 & 15, bits & 7
             size = (8 + fraction) * 2.0 ** (exponent - 10) if exponent else fraction * 2.0**-9
             meant[row, column] = np.float32(-size if bits >> 7 else size) * parts["scales"][row // down, column // across]

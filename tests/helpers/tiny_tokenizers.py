@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from awkward_strings import FIXED
+from trivium_formats.gguf.tokenizer import read_vocabulary
 
 WORDS = (
     "the quick brown fox jumps over the lazy dog and then some more words follow, with numbers"
@@ -92,7 +93,7 @@ def sentencepiece_gguf(**changes: Any) -> dict[str, Any]:
 
 
 def gguf_data(**fields: Any) -> dict[str, Any]:
-    """tokenizer_data of kind gguf; a field None is left out."""
+    """tokenizer_data of a GGUF file; a field None is left out."""
     template = fields.pop("chat_template", None)
     metadata = {f"tokenizer.ggml.{key}": value for key, value in fields.items() if value is not None}
-    return {"kind": "gguf", "metadata": metadata, "chat_template": template}
+    return {"kind": "vocabulary", "read": partial(read_vocabulary, metadata), "chat_template": template}

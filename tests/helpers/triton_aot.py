@@ -142,4 +142,4 @@ def builds(call: Callable[[], Any], capability: int) -> list[Built]:
     return made
 
 
-__all__ = ["CHIPS", "Built", "Launch", "builds", "meta", "recorded", "tl", "torch"]
+__all__ = ["CHIPS", "Built", "Launch", "build", "builds", "meta", "recorded", "tl", "torch"]

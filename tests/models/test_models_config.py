@@ -161,7 +161,7 @@ def test_unknown_architecture_names_the_nearest_and_all() -> None:
         build(tiny_config("llama", architectures=["Qwen2ForCasualLM"]))
     assert all(name in str(e.value) for name in ARCHITECTURES)
     with pytest.raises(UnsupportedError, match="not supported"):
-        describe({"architectures": ["BertModel"]})
+        describe({"architectures": ["T5EncoderModel"]})
 
 
 @pytest.mark.parametrize("names", [None, [], "LlamaForCausalLM", [3]])

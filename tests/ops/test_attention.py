@@ -58,6 +58,36 @@ def test_chunked_attention_equals_brute_force_within_the_query_s_chunk():
         np.testing.assert_allclose(chunked(*case.args, **case.attrs), want, rtol=1e-4, atol=1e-5)
 
 
+def brute_both_ways(q, k, v, starts, scale, window=None):
+    out, group = np.zeros(q.shape), q.shape[1] // k.shape[1]
+    for s, begin in enumerate(starts[:-1]):
+        for i in range(begin, starts[s + 1]):
+            seen = [j for j in range(begin, starts[s + 1]) if window is None or abs(i - j) <= window]
+            for h in range(q.shape[1]):
+                scores = scale * k[seen, h // group].astype(np.float64) @ q[i, h].astype(np.float64)
+                weights = np.exp(scores - scores.max())
+                out[i, h] = weights / weights.sum() @ v[seen, h // group]
+    return out
+
+
+BOTH_WAYS = ops.OPERATORS["bidirectional_attention"]
+
+
+def test_bidirectional_attention_equals_brute_force_over_each_sequence():
+    for case in BOTH_WAYS.cases(np.random.default_rng(4)):
+        want = brute_both_ways(*case.args, **case.attrs)
+        np.testing.assert_allclose(BOTH_WAYS(*case.args, **case.attrs), want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 3, 130])
+def test_bidirectional_attention_gives_a_sequence_the_same_bits_in_any_company(window):
+    rng = np.random.default_rng(5)
+    q, k, v = (rng.standard_normal((300, heads, 16)).astype(np.float32) for heads in (6, 2, 2))
+    together = BOTH_WAYS(q, k, v, np.array([0, 5, 205, 300]), scale=0.25, window=window)
+    alone = BOTH_WAYS(q[5:205], k[5:205], v[5:205], np.array([0, 200]), scale=0.25, window=window)
+    np.testing.assert_array_equal(together[5:205], alone)
+
+
 def test_an_entry_of_minus_one_that_a_query_needs_is_an_error_not_the_last_page():
     kv = PagedState(
         np.ones((2, 4, 1, 2), np.float32), np.ones((2, 4, 1, 2), np.float32), np.array([[-1, 0]], np.int32), np.array([1], np.int64)

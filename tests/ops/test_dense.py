@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -149,3 +150,14 @@ def test_calls_that_do_not_fit_are_refused_when_the_program_is_built(make):
     x = b.embedding(b.input("token_ids"), b.weight("table", (10, 8)))
     with pytest.raises(ProgramError):
         make(b, x)
+
+
+def test_segments_are_counted_by_the_separators_before_a_token_in_its_own_sequence():
+    op = ops.OPERATORS["segment_embedding"]
+    for case in op.cases(np.random.default_rng(2)):
+        token_ids, table, starts = case.args
+        got = op(*case.args, **case.attrs)
+        for begin, end in itertools.pairwise(starts):
+            for t in range(begin, end):
+                before = token_ids[begin:t].tolist().count(case.attrs["separator"])
+                np.testing.assert_array_equal(got[t], table[min(before, len(table) - 1)])

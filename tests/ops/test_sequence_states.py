@@ -37,6 +37,32 @@ def test_latent_attention_equals_brute_force():
                     np.testing.assert_allclose(got[t, h], e / e.sum() @ latent, rtol=1e-4, atol=1e-5)
 
 
+def test_top_positions_are_those_of_brute_force():
+    for case in OPS["top_positions"].cases(np.random.default_rng(3)):
+        q, weights, keys, starts, contexts = case.args
+        got, top = OPS["top_positions"](*case.args, **case.attrs), case.attrs["top_k"]
+        for s, context in enumerate(contexts):
+            queries = starts[s + 1] - starts[s]
+            for t, last in zip(range(starts[s], starts[s + 1]), range(context - queries, context)):
+                key = [np.r_[row(keys.k, keys.block_table[s], j), row(keys.v, keys.block_table[s], j)] for j in range(last + 1)]
+                worth = [sum(w * max(q[t, h] @ k, 0.0) for h, w in enumerate(weights[t])) for k in key]
+                order = sorted(range(last + 1), key=lambda j: (-worth[j], j))[:top]
+                assert got[t].tolist() == order + [-1] * (top - len(order))
+
+
+def test_sparse_latent_attention_equals_brute_force_over_the_positions():
+    for case in OPS["sparse_latent_attention"].cases(np.random.default_rng(1)):
+        q_latent, q_rope, kv, starts, contexts, positions = case.args
+        got = OPS["sparse_latent_attention"](*case.args, **case.attrs)
+        for s in range(len(contexts)):
+            for t in range(starts[s], starts[s + 1]):
+                seen = [j for j in positions[t] if j >= 0]
+                latent, rope = (np.array([row(part, kv.block_table[s], j) for j in seen]) for part in (kv.k, kv.v))
+                for h in range(q_latent.shape[1]):
+                    e = np.exp(case.attrs["scale"] * (latent @ q_latent[t, h] + rope @ q_rope[t, h]))
+                    np.testing.assert_allclose(got[t, h], e / e.sum() @ latent, rtol=1e-4, atol=1e-5)
+
+
 def test_latent_write_fills_both_parts_of_the_slot():
     case = next(iter(OPS["latent_write"].cases(np.random.default_rng(1))))
     kv, latent, rope = case.args

@@ -11,7 +11,7 @@ from trivium.errors import InvalidRequestError, UnsupportedError
 from trivium.ops import Batch, Group, KVSpec, PagedKV, Program, Weight, new_builder
 from trivium.ops.sample import plain_inputs
 from trivium.plugin import HostFallbackWarning, Kernel, Session, select_kernels
-from trivium.plugin.reference import ReferenceBackend, ReferenceSession
+from trivium_reference.plugin import ReferenceBackend, ReferenceSession
 
 HIDDEN, HEADS, VOCAB, PAGE = 8, 2, 11, 4
 

@@ -148,7 +148,7 @@ def build(info, max_model_len):
 def test_an_architecture_of_gguf_files_from_a_plugin_is_the_folders_model(plugins, tmp_path):
     weights = parallel_folder(tmp_path / "model")
     outer = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
-    from trivium.weights.gguf_models import LAYER
+    from trivium_formats.gguf import LAYER
 
     inner = {new: old for old, new in LAYER.items()}
     tensors = {}
@@ -169,6 +169,43 @@ def test_an_architecture_of_gguf_files_from_a_plugin_is_the_folders_model(plugin
     path = write_gguf(tmp_path / "m.gguf", "parallel", {f"parallel.{k}": v for k, v in sizes.items()} | words, tensors)
     assert open_checkpoint(path).config["architectures"] == ["ParallelForCausalLM"]
     assert ids(path) == ids(tmp_path / "model")
+
+
+def npz_file(path):
+    """The llama checkpoint as one file."""
+    folder = make_checkpoint(path.parent / "llama", "llama")
+    texts = {name: np.array((folder / name).read_text()) for name in ("config.json", "tokenizer.json")}
+    np.savez(path, **texts, **make_weights(tiny_config("llama")))
+    return path
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_kind_of_file_from_a_plugin_is_the_folders_model(plugins, tmp_path, backend):
+    path = npz_file(tmp_path / "m.npz")
+    assert ids(path, backend) == ids(tmp_path / "llama", backend)
+    (tmp_path / "folder").mkdir()
+    path = path.rename(tmp_path / "folder" / path.name)
+    assert open_checkpoint(tmp_path / "folder").path == path
+    (tmp_path / "folder" / "m.gguf").write_bytes(b"?")
+    with pytest.raises(CheckpointError, match=r"several models \(m\.gguf, m\.npz\)"):
+        open_checkpoint(tmp_path / "folder")
+
+
+def test_a_file_of_a_kind_that_nobody_reads_is_refused_with_the_kinds_there_are(plugins, tmp_path):
+    with pytest.raises(UnsupportedError, match=r"no model file.* or a \.gguf file, or a \.npz file$"):
+        open_checkpoint(write_bytes(tmp_path / "m.onnx"))
+    with pytest.raises(CheckpointError, match=r"neither a \.safetensors nor a \.gguf nor a \.npz file"):
+        open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("part", ["tensors", "tokenizer"])
+def test_a_kind_of_file_is_blamed_for_what_fails_after_it_was_opened(site, tmp_path, part):
+    parts = "{'a': lambda: 1 / 0}, lambda: {'kind': 'vocabulary', 'read': lambda: 1 / 0}"
+    source = f"from trivium.weights import Checkpoint\ndef read(path):\n    return Checkpoint(path, {{}}, {{}}, '', {parts})\n"
+    offer(site, "checkpoint", "torn", source + hook("checkpoint", "return read"))
+    checkpoint = open_checkpoint(write_bytes(tmp_path / "m.torn"))
+    with pytest.raises(PluginError, match=r"^checkpoint 'torn' \(vendor 1\.0\) failed: ZeroDivisionError"):
+        checkpoint.tensor("a") if part == "tensors" else Tokenizer.from_data(checkpoint.tokenizer_data())
 
 
 def quantised_folder(folder):
@@ -306,9 +343,15 @@ def test_nothing_is_imported_before_it_is_asked_for(plugins, tmp_path):
     assert modules & sys.modules.keys() == {"angle_syntax"}
 
 
+def write_bytes(path, data=b"?"):
+    path.write_bytes(data)
+    return path
+
+
 ASK = {
     "model": lambda name, folder: build(tiny_config("llama", architectures=[name])),
     "gguf_model": lambda name, folder: open_checkpoint(write_gguf(folder / "a.gguf", name, {}, {"a": np.zeros(1, np.float32)})),
+    "checkpoint": lambda name, folder: open_checkpoint(write_bytes(folder / f"a.{name}")),
     "weight_format": lambda name, folder: open_checkpoint(
         make_checkpoint(folder / "w", "llama", quantization_config={"quant_method": name})
     ),
@@ -350,8 +393,9 @@ def test_one_name_from_two_distributions_is_an_error_that_names_both(site, tmp_p
 FAULTS = {
     "model": "from trivium.models import Family\n"
     + hook("model", "return Family(lambda info, length: 1 / 0, {'hidden_act': 'silu'})"),
-    "gguf_model": "from trivium.weights.gguf_models import GGUFModel\n"
+    "gguf_model": "from trivium_formats.gguf import GGUFModel\n"
     + hook("gguf_model", "return GGUFModel('LlamaForCausalLM', 'llama', {}, read=lambda keys: 1 / 0)"),
+    "checkpoint": hook("checkpoint", "return lambda path: 1 / 0"),
     "weight_format": hook("weight_format", "return lambda config, tensors: 1 / 0"),
     "tokenizer": hook("tokenizer", "return lambda folder, config: 1 / 0"),
     "model_source": hook("model_source", "return lambda name, folder, progress, verify: 1 / 0"),

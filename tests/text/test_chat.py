@@ -77,7 +77,7 @@ def test_named_templates_are_chosen_by_name_and_for_tools() -> None:
         "R",
     ]
     with_tools = sentencepiece_gguf(chat_template="D")
-    with_tools["metadata"]["tokenizer.chat_template.tool_use"] = "{% if tools %}T{% endif %}"
+    with_tools["read"].args[0]["tokenizer.chat_template.tool_use"] = "{% if tools %}T{% endif %}"
     assert Tokenizer.from_data(with_tools).render_chat(USER, tools=TOOLS) == "T"
 
 

@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 from awkward_strings import awkward_strings
+from encoder_cases import tokenizer_of
 from tiny_tokenizers import byte_level_data, byte_level_gguf, gguf_data, sentencepiece_gguf, sentencepiece_vocabulary
 
 from trivium.errors import CheckpointError, InvalidRequestError, UnsupportedError
-from trivium.text import Tokenizer, gguf
+from trivium.text import Tokenizer
+from trivium_formats.gguf.tokenizer import Words
 
 
 def test_importing_the_package_loads_no_tokenizer_library_and_no_jinja() -> None:
@@ -192,7 +194,7 @@ def test_merges_that_cannot_be_are_found_before_a_text_is_encoded(merges: list[s
     "data", [byte_level_gguf(), sentencepiece_gguf(), sentencepiece_gguf(model="llama")], ids=["bytes", "gemma", "llama"]
 )
 def test_what_is_known_before_the_tokenizer_is_built_is_what_the_built_one_says(data: dict[str, Any]) -> None:
-    words = gguf.Vocabulary(data["metadata"])
+    words = Words(data["read"].args[0])
     backend = words.build()
     assert words.vocab == backend.get_vocab()
     added = {i: (t.content, t.special) for i, t in backend.get_added_tokens_decoder().items()}
@@ -203,7 +205,7 @@ def test_what_is_known_before_the_tokenizer_is_built_is_what_the_built_one_says(
 def test_ids_become_text_without_building_what_encodes(monkeypatch: pytest.MonkeyPatch) -> None:
     built = Tokenizer.from_data(byte_level_gguf())
     ids = built.encode("the quick brown fox, 中文 😀")
-    monkeypatch.setattr(gguf.Vocabulary, "build", lambda self: pytest.fail("it was built"))
+    monkeypatch.setattr(Words, "build", lambda self: pytest.fail("it was built"))
     tokenizer = Tokenizer.from_data(byte_level_gguf())
     tokenizer.check()
     assert tokenizer.decode(ids) == "the quick brown fox, 中文 😀"
@@ -223,9 +225,36 @@ def test_damaged_tokenizer_json_is_refused() -> None:
 
 
 def test_a_decoder_that_is_not_known_is_refused_by_name() -> None:
-    content = json.loads(byte_level_data()["tokenizer_json"]) | {"decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True}}
-    with pytest.raises(UnsupportedError, match="WordPiece"):
+    content = json.loads(byte_level_data()["tokenizer_json"]) | {
+        "decoder": {"type": "CTC", "pad_token": "<pad>", "word_delimiter_token": "|", "cleanup": True}
+    }
+    with pytest.raises(UnsupportedError, match="CTC"):
         Tokenizer.from_data(byte_level_data() | {"tokenizer_json": json.dumps(content)})
+
+
+@pytest.mark.parametrize("kind", ["wordpiece", "unigram", "bytes"])
+def test_encoders_tokenizers_give_texts_and_pairs_the_ids_of_their_package(kind: str) -> None:
+    own = tokenizer_of(kind)
+    tokenizer = Tokenizer.from_data({"kind": "json", "tokenizer_json": own.to_str(), "config": {}, "chat_template": None})
+    text, other = "the quick brown fox jumps", "Paris is lazy"
+    assert tokenizer.encode(text) == own.encode(text).ids
+    assert tokenizer.encode_pair(text, other) == own.encode(text, other).ids
+    assert tokenizer.decode(own.encode(text).ids).strip() == own.decode(own.encode(text).ids).strip()
+
+
+def test_a_pair_goes_through_a_template_that_has_its_roles_and_through_no_other() -> None:
+    by_role = "{{ (messages | selectattr('role', 'eq', 'ROLE') | first).content }}"
+    template = f"{by_role.replace('ROLE', 'query')}?{by_role.replace('ROLE', 'document')}"
+    with_roles = Tokenizer.from_data(byte_level_data() | {"chat_template": template})
+    assert with_roles.encode_pair("a b", "c") == with_roles.encode("a b?c", add_special_tokens=False)
+    plain = Tokenizer.from_data(byte_level_data())
+    assert plain.encode_pair("a b", "c") == [*plain.encode("a b"), *plain.encode("c")]
+
+
+def test_half_of_a_character_in_a_pair_is_refused() -> None:
+    tokenizer = Tokenizer.from_data(byte_level_data())
+    with pytest.raises(InvalidRequestError, match="surrogate"):
+        tokenizer.encode_pair("ok", "a\ud800")
 
 
 def test_an_id_without_a_token_has_no_bytes() -> None:

@@ -30,7 +30,7 @@ def gguf_tokenizer(path: Path, architecture: str, data: dict[str, Any]) -> Any:
     """What transformers makes of a GGUF file with this metadata."""
     gguf = pytest.importorskip("gguf")
     writer = gguf.GGUFWriter(path, architecture)
-    for key, value in data["metadata"].items():
+    for key, value in data["read"].args[0].items():
         kinds = {
             bool: writer.add_bool,
             int: writer.add_uint32,

@@ -67,6 +67,17 @@ def test_attention_within_chunks_that_lie_across_pages_and_queries(lab, step, ch
     run(lab, "chunked_attention", Case((q, state, *step), {"scale": 0.25, "chunk": chunk}))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("window", [None, 0, 20])
+@pytest.mark.parametrize("lengths", [[33, 130, 1, 64, 97], [65] * 3, [0, 7, 0, 300]])
+def test_attention_to_both_sides_of_sequences_of_many_lengths(lab, lengths, window, dtype):
+    rng = np.random.default_rng(SEED)
+    step = sequences(lengths, lengths)
+    q, k, v = (normal(rng, sum(lengths), heads, 16) for heads in (6, 2, 2))
+    allowed = CLOSE if dtype == "float32" else Tolerance(2e-2, 2e-2)
+    run(lab, "bidirectional_attention", Case((q, k, v, step.query_starts), {"scale": 0.25, "window": window}), allowed, dtype)
+
+
 @pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
 def test_the_short_convolution_over_mixed_lengths(lab, step):
     rng = np.random.default_rng(SEED)

@@ -16,13 +16,17 @@ from tiny_checkpoints import FAMILIES, make_checkpoint
 
 from trivium import LLM, SamplingParams
 from trivium.errors import BackendError, InvalidRequestError, UnsupportedError
+from trivium.kv.groups import plan_groups
 from trivium.models import build
 from trivium.ops import Group, KVSpec, PagedKV, Recurrent, new_builder
+from trivium.plugin import Device
 from trivium.weights import open_checkpoint
 
 pytest.importorskip("torch")
 
+from trivium_torch.plugin import TorchBackend
 from trivium_torch.ranks.data import Message, program_message, program_of
+from trivium_torch.ranks.division import Ways, divide, loads
 from trivium_torch.ranks.session import rank_devices
 from trivium_torch.ranks.shard import RULES, local_spec, shard
 from trivium_torch.ranks.stages import cut, stage_spec
@@ -162,6 +166,21 @@ def test_every_kind_of_attention_works_on_its_own_heads(name, attrs):
     assert made.cut_states == {0} and {part.dim for part in made.parts.values()} == {None, 0, 1}
     [call] = [call for call in made.program.calls if call.name == name]
     assert call.args[0].shape == ("tokens", 2, 4)
+
+
+def test_attention_to_both_sides_works_on_its_own_heads():
+    b = new_builder()
+    x = b.embedding(b.input("token_ids"), b.weight("table", (9, 8)))
+    made = [b.reshape(b.linear(x, b.weight(n, (h * 4, 8))), shape=("tokens", h, 4)) for n, h in (("q", 4), ("k", 2), ("v", 2))]
+    y = b.bidirectional_attention(*made, b.input("query_starts"), scale=0.5)
+    out = b.linear(b.reshape(y, shape=("tokens", 16)), b.weight("o", (8, 16)))
+    program = b.finish({"logits": b.gather_rows(out, b.input("sample_rows"))}, vocab_size=8)
+    part = shard(program, (), 2, 0)
+    assert {name: p.dim for name, p in part.parts.items()} == {"table": None, "q/0": 0, "k/0": 0, "v/0": 0, "o/1": 1}
+    [call] = [call for call in part.program.calls if call.name == "bidirectional_attention"]
+    assert [a.shape[1] for a in call.args[:3]] == [2, 1, 1]
+    three = shard(program, (), 3, 0)  # of which none gets equal heads
+    assert {p.dim for p in three.parts.values()} == {None}
 
 
 def test_a_state_that_an_operator_without_a_rule_reads_stays_whole(monkeypatch):
@@ -312,6 +331,13 @@ def staged(ranks, **more):
 
 
 @pytest.fixture(scope="module")
+def deep_heads(tmp_path_factory):
+    """A model of four layers, some with windows, whose heads two ranks can share."""
+    folder = tmp_path_factory.mktemp("deep-heads") / "gemma3"
+    return make_checkpoint(folder, "gemma3", num_hidden_layers=4, layer_types=None, **HEADS)
+
+
+@pytest.fixture(scope="module")
 def deep(tmp_path_factory):
     """A model of five layers, some with windows."""
     return make_checkpoint(tmp_path_factory.mktemp("deep") / "gemma3", "gemma3", num_hidden_layers=5, layer_types=None)
@@ -376,9 +402,50 @@ def test_layers_that_share_a_state_across_a_cut_are_refused():
         cut(b.finish({"logits": logits}, vocab_size=8), 2)
 
 
-def test_heads_and_layers_at_once_are_refused(wide):
-    with pytest.raises(UnsupportedError, match="don't go together"):
-        LLM(wide, "torch:cpu", **{**LOAD, "backend_options": {"tensor_parallel": 2, "pipeline_parallel": 2}})
+def both(tensor, pipeline, **more):
+    return {**LOAD, "backend_options": {"tensor_parallel": tensor, "pipeline_parallel": pipeline}, **more}
+
+
+def test_heads_and_layers_are_shared_out_together(wide):
+    with LLM(wide, "torch:cpu", **LOAD) as llm:
+        alone = llm.loaded.session.memory()
+    with LLM(wide, "torch:cpu", **both(2, 2)) as llm:
+        want = reference(wide)
+        assert ids(llm.generate(PROMPTS, ASKED)) == want == ids(llm.generate(PROMPTS, ASKED))
+        llm.engine.check()
+        together = llm.loaded.session.memory()
+        assert together.kv == alone.kv  # four ranks, and no head of a layer is stored twice
+
+
+@pytest.mark.parametrize(("ahead", "backend"), [("reference", "torch:cpu"), ("torch:cpu", "reference")])
+def test_pages_go_from_one_device_to_stages_of_ranks_and_back(deep_heads, ahead, backend):
+    four = {"backend_options": {"tensor_parallel": 2, "pipeline_parallel": 2}}
+    split = four if backend == "torch:cpu" else {"prefill_options": four}
+    with LLM(deep_heads, backend, prefill=ahead, **LOAD, **split) as llm:
+        assert ids(llm.generate(PROMPTS[2:], ASKED[2:])) == reference(deep_heads)[2:]
+
+
+def test_every_part_of_every_weight_has_a_rank_and_no_rank_two(deep_heads):
+    """By brute force: what is loaded where, laid over each other, covers each matrix of a layer once."""
+    program = traced(deep_heads)
+    spec = plan_groups(program.states, 16, "float32")
+    division = divide(program, spec, Ways(2, 2))
+    shapes = {c.value.name: c.value.shape for c in program.constants}
+    covered = {name: np.zeros(shape, np.int64) for name, shape in shapes.items() if ".layers." in name and len(shape) == 2}
+    for weight, dim, names in loads(division, {name: name for name in shapes}):
+        for rank, own in enumerate(names):
+            if own and weight in covered:
+                which, count = division.shares[rank].piece
+                whole = covered[weight]
+                (whole if dim is None else np.split(whole, count, axis=dim)[which])[...] += 1
+    assert covered and all((times == 1).all() for times in covered.values())
+
+
+def test_more_ranks_of_both_kinds_than_devices_are_refused_with_the_numbers():
+    backend = Lanes()
+    first, _ = backend.probe().devices
+    with pytest.raises(InvalidRequestError, match="tensor_parallel 2 times pipeline_parallel 3 needs as many devices of this mach"):
+        rank_devices(backend, first, Ways(2, 3))
 
 
 @pytest.mark.parametrize("ranks", [0, -1, "2", True, 1.5])
@@ -387,23 +454,22 @@ def test_a_senseless_number_of_ranks_is_refused(wide, ranks):
         LLM(wide, "torch:cpu", **over(ranks))
 
 
+class Lanes(TorchBackend):
+    """Two devices of one kind."""
+
+    def device_names(self):
+        return ["lane:0", "lane:1"]
+
+    def describe(self, index, name):
+        return Device(index, name)
+
+
 def test_more_ranks_than_devices_are_refused_with_both_numbers():
-    from trivium_torch.plugin import TorchBackend
-
-    class Lanes(TorchBackend):
-        def device_names(self):
-            return ["lane:0", "lane:1"]
-
-        def describe(self, index, name):
-            from trivium.plugin import Device
-
-            return Device(index, name)
-
     backend = Lanes()
     first, second = backend.probe().devices
-    assert rank_devices(backend, first, 2, "tensor_parallel") == [first, second]
-    with pytest.raises(InvalidRequestError, match="tensor_parallel 2 needs as many devices from lane:1 on; there are 1"):
-        rank_devices(backend, second, 2, "tensor_parallel")
+    assert rank_devices(backend, first, Ways(2, 1)) == [first, second]
+    with pytest.raises(InvalidRequestError, match=r"tensor_parallel 2 needs as many devices of this machine from lane:1.*are 1"):
+        rank_devices(backend, second, Ways(2, 1))
 
 
 def test_adapters_over_ranks_are_refused(wide):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import struct
+import tracemalloc
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,8 +13,10 @@ from gguf.quants import dequantize, quantize
 from hypothesis import given
 from hypothesis import strategies as st
 from trivium.errors import CheckpointError
-from trivium.weights.formats import FORMATS, GGML_TYPES, SAFETENSORS_TYPES, decoder, make_weight, stored_bytes
-from weight_files import random_blocks
+from trivium.weights.formats import FORMATS, SAFETENSORS_TYPES, decoder, make_weight, stored_bytes
+from trivium_formats.gguf.file import GGML_TYPES
+from trivium.weights.safetensors import SafetensorsFile
+from weight_files import random_blocks, safetensors_bytes
 
 PLAIN = {"float32", "float16", "bfloat16", "float64", "int8", "int16", "int32", "int64"}
 BLOCKS = sorted(set(GGML_TYPES.values()) - PLAIN)
@@ -134,6 +138,29 @@ def test_an_unaligned_tensor_is_read_right(format: str) -> None:
     assert got.data.flags.aligned
     with np.errstate(over="ignore"):
         np.testing.assert_array_equal(got.decode(), want.decode())
+
+
+def test_unaligned_tensors_are_copied_one_by_one_when_they_are_asked_for(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    arrays = {f"t{i}": rng.standard_normal((64, 1024), np.float32) for i in range(8)}
+    whole, each = safetensors_bytes(arrays), arrays["t0"].nbytes
+    length = int.from_bytes(whole[:8], "little")
+    (tmp_path / "m.safetensors").write_bytes(struct.pack("<Q", length + 3) + whole[8 : 8 + length] + b"   " + whole[8 + length :])
+    tracemalloc.start()
+    file = SafetensorsFile(tmp_path / "m.safetensors")
+    weights = [file.weight(name, name) for name in arrays]
+    pieces = [weight.slice_rows(8, 16).slice_rows(2, 4) for weight in weights]
+    opened = tracemalloc.get_traced_memory()[1]
+    aligned = [weight.data.flags.aligned for weight in weights]
+    read = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert opened < each and read < 2 * each and all(aligned)
+    for weight, piece, array in zip(weights, pieces, arrays.values(), strict=True):
+        assert weight.nbytes == each
+        np.testing.assert_array_equal(weight.data, array)
+        np.testing.assert_array_equal(piece.decode(), array[10:12])
+        assert (piece.shape, piece.nbytes) == ((2, 1024), 2 * 1024 * 4)
+        assert piece.origin == f"{weight.origin}[8:16][2:4]"
 
 
 @pytest.mark.parametrize("shape", [(), (3, 0), (0, 32)])

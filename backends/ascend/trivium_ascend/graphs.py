@@ -47,6 +47,11 @@ def not_capturable(tape: Tape) -> str:
     return ""
 
 
+def sends(program: Program) -> str:
+    """Why the steps of a stage that hands on activations can't be captured: what is sent, no output of the Program needs."""
+    return "send is not one fused operator here" if any(call.name == "send" for call in program.calls) else ""
+
+
 class Attention(NamedTuple):
     """A captured call: its task group, the event that it waits for, and what it was called with. Lists of lengths are filled
     anew."""
@@ -228,11 +233,11 @@ class GraphExecutable(Executable):
         self._session, self._vocab_size = session, program.vocab_size
         self._eager = AscendExecutable(session, program, weights)
         tape = Tape(session, program.only("logits"), weights, announce=False)
-        self.graphs = self._captured(tape, sizes)
+        self.graphs = self._captured(tape, sizes, sends(program) or not_capturable(tape))
 
-    def _captured(self, tape: Tape, sizes: tuple[int, ...]) -> list[Captured]:
-        """The largest first, so that the others find their memory in its pool."""
-        if sizes and (reason := not_capturable(tape)):
+    def _captured(self, tape: Tape, sizes: tuple[int, ...], reason: str) -> list[Captured]:
+        """The largest first, so that the others find their memory in its pool; none where there is a reason."""
+        if sizes and reason:
             warnings.warn(f"decode steps are not captured but run call by call: {reason}", RuntimeWarning, stacklevel=4)
             return []
         made, pool = list[Captured](), torch.get_device_module("npu").graph_pool_handle() if sizes else None

@@ -46,6 +46,10 @@ SCHEMAS: Mapping[str, str] = {
         "(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor slot_mapping, *, "
         'Tensor? compress_lens=None, Tensor? compress_seq_offsets=None, Tensor? seq_lens=None, str? cache_mode="PA_NZ") -> ()'
     ),
+    "npu_scatter_nd_update_": (
+        "npu_scatter_nd_update_"
+        "(Tensor(a!) input, Tensor indices, Tensor updates) -> Tensor(a!)"
+    ),
     "npu_fused_infer_attention_score_v2": (
         "npu_fused_infer_attention_score_v2"
         "(Tensor query, Tensor key, Tensor value, *, Tensor? query_rope=None, Tensor? key_rope=None, Tensor? pse_shift=None, "
@@ -91,6 +95,36 @@ SCHEMAS: Mapping[str, str] = {
         "int? query_rope_dtype=None, int? key_rope_dtype=None, int? key_shared_prefix_dtype=None, "
         "int? value_shared_prefix_dtype=None, int? dequant_scale_query_dtype=None, int? dequant_scale_key_dtype=None, "
         "int? dequant_scale_value_dtype=None, int? dequant_scale_key_rope_dtype=None, int? out_dtype=None) -> Tensor"
+    ),
+    "npu_add_rms_norm_quant": (
+        "npu_add_rms_norm_quant"
+        "(Tensor x1, Tensor x2, Tensor gamma, Tensor scales1, Tensor? zero_points1, Tensor? beta=None, "
+        "Tensor? scales2=None, Tensor? zero_points2=None, *, int axis=-1, float epsilon=1e-06, bool div_mode=True, "
+        "int? dst_type=None) -> (Tensor, Tensor, Tensor)"
+    ),
+    "npu_quantize": (
+        "npu_quantize"
+        "(Tensor input, Tensor scales, Tensor? zero_points, int dtype, int axis=1, bool div_mode=True) -> Tensor"
+    ),
+    "npu_trans_quant_param": (
+        "npu_trans_quant_param"
+        "(Tensor scale, Tensor? offset=None, int? round_mode=0) -> Tensor"
+    ),
+    "npu_prompt_flash_attention": (
+        "npu_prompt_flash_attention"
+        "(Tensor query, Tensor key, Tensor value, *, Tensor? padding_mask=None, Tensor? atten_mask=None, Tensor? pse_shift=None, "
+        "int[]? actual_seq_lengths=None, Tensor? deq_scale1=None, Tensor? quant_scale1=None, Tensor? deq_scale2=None, "
+        "Tensor? quant_scale2=None, Tensor? quant_offset2=None, int num_heads=1, float scale_value=1., "
+        'int pre_tokens=2147483647, int next_tokens=0, str input_layout="BSH", int num_key_value_heads=0, '
+        "int[]? actual_seq_lengths_kv=None, int sparse_mode=0) -> Tensor"
+    ),
+    "npu_incre_flash_attention": (
+        "npu_incre_flash_attention"
+        "(Tensor query, Tensor key, Tensor value, *, Tensor? padding_mask=None, Tensor? atten_mask=None, Tensor? pse_shift=None, "
+        "SymInt[]? actual_seq_lengths=None, Tensor? antiquant_scale=None, Tensor? antiquant_offset=None, "
+        "Tensor? block_table=None, Tensor? dequant_scale1=None, Tensor? quant_scale1=None, Tensor? dequant_scale2=None, "
+        "Tensor? quant_scale2=None, Tensor? quant_offset2=None, Tensor? kv_padding_size=None, int num_heads=1, "
+        'float scale_value=1., str input_layout="BSH", int num_key_value_heads=0, int block_size=0, int inner_precise=1) -> Tensor'
     ),
     "npu_dynamic_quant": (
         "npu_dynamic_quant"

@@ -63,9 +63,9 @@ class AscendBackend(TorchBackend):
         """torch-npu's scaled_dot_product_attention is another fused operator, for training, with limits of its own: where the one
         for inference doesn't fit, attention is made of products and a softmax."""
         from trivium_ascend.kernels import kernels_for
-        from trivium_torch.kernels.attention import sdpa
+        from trivium_torch.kernels.attention import TORCH_FUSED
 
-        plain = (kernel for kernel in super().kernels(device) if kernel.run is not sdpa)
+        plain = (kernel for kernel in super().kernels(device) if kernel.run not in TORCH_FUSED)
         return (*kernels_for(chip_of_device(device)), *plain)
 
     def session_class(self) -> type[TorchSession]:

@@ -17,8 +17,12 @@ def tokens_a_second(chip: Chip, parameters: float, format: str, batch: int = 1) 
 
 def table(parameters: float = 8e9) -> str:
     """A line for each chip and format."""
-    rows = ((chip, f) for chip in CHIPS.values() for f in BYTES if chip.lacks("npu_quant_matmul") is None or f == "16 bits")
+    rows = ((chip, f) for chip in CHIPS.values() for f in BYTES if _has(chip, f))
     return "\n".join(f"{chip.name:6} {format:9} {tokens_a_second(chip, parameters, format):6.0f} tokens/s" for chip, format in rows)
+
+
+def _has(chip: Chip, format: str) -> bool:
+    return {"16 bits": True, "w8a8": chip.lacks("npu_quant_matmul") is None, "int4": chip.int4}[format]
 
 
 if __name__ == "__main__":

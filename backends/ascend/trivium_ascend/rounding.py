@@ -6,13 +6,15 @@ together. Of a layer's six roundings (q, k, v, output, gate and up, down) four f
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from trivium.ops import InputScale
 from trivium.plugin import Choice
 from trivium_ascend.kernels import activations, norms, products
+from trivium_ascend.kernels.table import NpuKernel
 from trivium_ascend.session import HALVES, AscendSession
-from trivium_ascend.weights import takes_rounded
+from trivium_ascend.weights import TOKENS, rounding
 
 
 class Line(NamedTuple):
@@ -27,33 +29,52 @@ class Line(NamedTuple):
 
 def round_norms(session: AscendSession, lines: Sequence[Line], weights: Mapping[int | None, Any]) -> list[Line]:
     """The lines of a tape, with the kernel of every such norm changed. weights: quantised ones by their registers."""
-    if session.dtype not in HALVES or session.chip.lacks(*norms.ROUNDED.needs) is not None:
+    if session.dtype not in HALVES:
         return list(lines)
     readers: dict[int | None, list[Line]] = {}
     for line in lines:
         for at in set(line.args):
             readers.setdefault(at, []).append(line)
-
-    def rounds(line: Line) -> bool:
-        kernel = line.choice.kernel
-        if kernel is None or kernel.run is not norms.add_norm:
-            return False
-        normed = line.results[1]
-        forgotten = any(normed in reader.dead for reader in readers.get(normed, ()))  # or else it is an output of the Program
-        return forgotten and all(_takes_rounded(session, reader, normed, weights) for reader in readers[normed])
-
-    return [line._replace(choice=line.choice._replace(kernel=norms.ROUNDED)) if rounds(line) else line for line in lines]
+    return [_rounding_norm(session, line, readers, weights) for line in lines]
 
 
-def _takes_rounded(session: AscendSession, line: Line, at: int, weights: Mapping[int | None, Any]) -> bool:
-    """Whether a line reads a register only as the activations of products that take 8 bits."""
+def _rounding_norm(
+    session: AscendSession, line: Line, readers: Mapping[int | None, list[Line]], weights: Mapping[int | None, Any]
+) -> Line:
+    kernel = line.choice.kernel
+    if kernel is None or kernel.run is not norms.add_norm:
+        return line
+    normed = line.results[1]
+    found = readers.get(normed, ())
+    if not any(normed in reader.dead for reader in found):  # it is an output of the Program
+        return line
+    rules = {rule for reader in found for rule in _rules(session, reader, normed, weights)}
+    chosen = norm_of(session, rules)
+    return line if chosen is None else line._replace(choice=line.choice._replace(kernel=chosen))
+
+
+def norm_of(session: AscendSession, rules: set[InputScale | str | None]) -> NpuKernel | None:
+    """The norm that rounds as all its readers do; None if they don't agree, or the chip has none."""
+    if len(rules) != 1:
+        return None
+    [rule] = rules
+    if isinstance(rule, InputScale):
+        kernel = norms.rounding_alike(rule) if norms.takes_rule(rule, session.dtype) else None
+    else:
+        kernel = norms.ROUNDED if rule == TOKENS else None
+    return kernel if kernel is not None and session.chip.lacks(*kernel.needs) is None else None
+
+
+def _rules(session: AscendSession, line: Line, at: int, weights: Mapping[int | None, Any]) -> Iterator[InputScale | str | None]:
+    """How the products round that a line makes of a register; None where it reads it in another way."""
     kernel = line.choice.kernel
     if kernel is None or line.args[0] != at or at in line.args[1:]:
-        return False
-    if kernel.run is products.linear:
-        return takes_rounded(weights.get(line.args[1]))
-    if kernel.run is not activations.gate_up:
-        return False
-    gate, up = (weights.get(line.args[i]) for i in (1, 3))
-    joined = session.joined(gate, up)
-    return takes_rounded(joined) if joined is not None else takes_rounded(gate) and takes_rounded(up)
+        yield None
+    elif kernel.run is products.linear:
+        yield rounding(weights.get(line.args[1]))
+    elif kernel.run is activations.gate_up:
+        gate, up = (weights.get(line.args[i]) for i in (1, 3))
+        joined = session.joined(gate, up)
+        yield from map(rounding, (gate, up) if joined is None else (joined,))
+    else:
+        yield None

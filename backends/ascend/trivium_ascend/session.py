@@ -77,7 +77,7 @@ class AscendSession(TorchSession):
     def make_weight(self, weight: Weight, format: str) -> Resident:
         if format not in QUANTISED:
             return super().make_weight(weight, format)
-        return cast(Resident, make_quantised(weight, format, self.device, self.dtype))
+        return cast(Resident, make_quantised(weight, format, self.device, self.dtype, self.chip))
 
     def _replace(self, old: Any, new: Any) -> None:
         """A weight that compile() put into another form is found in it from now on."""

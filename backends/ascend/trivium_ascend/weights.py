@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from trivium.ops import Weight
+from trivium.ops import InputScale, Weight
+from trivium_ascend.chips import Chip
 from trivium_ascend.operators import npu
+from trivium_ascend.static import Static, make_static
 from trivium_torch.weights import floats_of
 
 FRACTAL_NZ, ND = 29, 2
@@ -21,6 +24,12 @@ GROUP = 64
 WIDEST = 65535
 """Inputs and outputs that a product takes."""
 BITS8, BITS4 = 127, 7
+ROWS = frozenset({"w8a8", "w8a16"})
+"""Formats of whole numbers of 8 bits with one scale, or one a row: their parts() say it."""
+STATIC = "npu_quantize", "npu_quant_matmul", "npu_trans_quant_param"
+DYNAMIC = "npu_dynamic_quant", "npu_quant_matmul"
+WIDE = "npu_weight_quant_batchmatmul"
+"""What products need that round activations all alike, token by token, and not at all."""
 
 
 class Quantised(Protocol):
@@ -43,11 +52,14 @@ class Quantised(Protocol):
 
 @dataclass(frozen=True)
 class Rows8:
-    """numbers[..., out, in] int8 times scales[..., out, 1] float32. `rounds`: activations are rounded to 8 bits, too."""
+    """numbers[..., out, in] int8 times scales[..., out, 1] float32. `rounds`: activations are rounded to 8 bits, too, token by
+    token or by `static`. `fused`: the chip has the product that leaves them as they are."""
 
     numbers: Tensor
     scales: Tensor
     rounds: bool
+    static: Static | None = None
+    fused: bool = True
 
     @property
     def shape(self) -> torch.Size:
@@ -55,7 +67,7 @@ class Rows8:
 
     @property
     def nbytes(self) -> int:
-        return self.numbers.nbytes + self.scales.nbytes
+        return self.numbers.nbytes + self.scales.nbytes + (0 if self.static is None else self.static.nbytes)
 
     def __getitem__(self, index: int | slice | Tensor) -> Rows8:
         return Rows8(self.numbers[index], self.scales[index], self.rounds)
@@ -66,8 +78,10 @@ class Rows8:
     def product(self, x: Tensor | Rounded) -> Tensor | None:
         if self.numbers.dim() != 2 or max(self.shape) > WIDEST:
             return None
-        if self.rounds or isinstance(x, Rounded):
-            return rounded_product(x, self.numbers.t(), self.scales[:, 0])
+        if self.rounds:
+            return rounded_product(x, self.numbers.t(), self)
+        if not self.fused or isinstance(x, Rounded):
+            return None
         return npu.npu_weight_quant_batchmatmul(x, self.numbers.t(), self.scales[:, 0].to(x.dtype))  # type: ignore[no-any-return]
 
 
@@ -77,6 +91,7 @@ class Tiles8:
 
     numbers: Tensor
     scales: Tensor
+    static: Static | None = None
 
     @property
     def shape(self) -> torch.Size:
@@ -84,11 +99,11 @@ class Tiles8:
 
     @property
     def nbytes(self) -> int:
-        return self.numbers.nbytes + self.scales.nbytes
+        return self.numbers.nbytes + self.scales.nbytes + (0 if self.static is None else self.static.nbytes)
 
     def rows(self) -> Rows8:
         """The same as rows, a copy."""
-        return Rows8(npu.npu_format_cast(self.numbers, ND).t().contiguous(), self.scales, True)
+        return Rows8(npu.npu_format_cast(self.numbers, ND).t().contiguous(), self.scales, True, self.static)
 
     def __getitem__(self, index: int | slice | Tensor) -> Rows8:
         return self.rows()[index]
@@ -97,30 +112,41 @@ class Tiles8:
         return self.rows().to(dtype)
 
     def product(self, x: Tensor | Rounded) -> Tensor | None:
-        return None if max(self.shape) > WIDEST else rounded_product(x, self.numbers, self.scales[:, 0])
+        return None if max(self.shape) > WIDEST else rounded_product(x, self.numbers, self)
 
 
 @dataclass(frozen=True)
 class Rounded:
-    """Activations in 8 bits: whole int8[tokens, in] times steps float32[tokens]. dtype: of 16 bits, that of products."""
+    """Activations in 8 bits: whole int8[tokens, in] times steps float32[tokens]; without steps, by the rule that the weight has,
+    too. dtype: of 16 bits, that of products."""
 
     whole: Tensor
-    steps: Tensor
+    steps: Tensor | None
     dtype: torch.dtype
 
 
-def rounded_product(x: Tensor | Rounded, numbers: Tensor, scales: Tensor) -> Tensor:
-    """x[tokens, in] rounded to 8 bits by the largest size in each row / 127, times numbers[in, out] and scales[out]."""
+def rounded_product(x: Tensor | Rounded, numbers: Tensor, weight: Rows8 | Tiles8) -> Tensor:
+    """x[tokens, in] rounded to 8 bits, times numbers[in, out] and the weight's scales: by the weight's own rule, or by the largest
+    size in each row / 127."""
+    static = weight.static
+    if static is not None:
+        whole = static.rounded(x) if isinstance(x, Tensor) else x.whole
+        return static.product(whole, numbers, x.dtype)
     if isinstance(x, Tensor):
         whole, steps = npu.npu_dynamic_quant(x)
         x = Rounded(whole, steps, x.dtype)
-    return npu.npu_quant_matmul(x.whole, numbers, scales, pertoken_scale=x.steps, output_dtype=x.dtype)  # type: ignore[no-any-return]
+    return npu.npu_quant_matmul(x.whole, numbers, weight.scales[:, 0], pertoken_scale=x.steps, output_dtype=x.dtype)  # type: ignore[no-any-return]
 
 
-def takes_rounded(weight: Any) -> bool:
-    """Whether a weight's product takes Rounded."""
+TOKENS = "tokens"
+
+
+def rounding(weight: Any) -> InputScale | str | None:
+    """How a weight's product takes activations that are Rounded: all alike, or token by TOKENS; None: not at all."""
     rows = isinstance(weight, Rows8) and weight.rounds and weight.numbers.dim() == 2
-    return (rows or isinstance(weight, Tiles8)) and max(weight.shape) <= WIDEST
+    if not (rows or isinstance(weight, Tiles8)) or max(weight.shape) > WIDEST:
+        return None
+    return TOKENS if weight.static is None else weight.static.rule
 
 
 @dataclass(frozen=True)
@@ -221,14 +247,28 @@ def pack4(whole: Tensor) -> Tensor:
     return torch.where(packed >= 1 << 31, packed - (1 << 32), packed).to(torch.int32)
 
 
-def make_quantised(weight: Weight, format: str, device: torch.device, dtype: torch.dtype) -> Rows8 | Groups4:
-    """A weight in one of the quantised formats, in rows. What 4 bits can't hold (experts, inputs that are not whole groups) has
-    8."""
-    x, stored = floats_of(weight, torch.float32), weight.format not in PLAIN
-    if format == "int4" and x.dim() == 2 and x.shape[1] % GROUPS[-1] == 0 and x.shape[1] > GROUPS[-1]:
-        return _make4(x, stored, device, dtype)
-    numbers, scales = rows8(x, stored)
-    return Rows8(numbers.to(device), scales.to(device), format == "w8a8")
+def make_quantised(weight: Weight, format: str, device: torch.device, dtype: torch.dtype, chip: Chip) -> Rows8 | Groups4:
+    """A weight in one of the quantised formats, in rows, as the chip multiplies it. What 4 bits can't hold (experts, inputs that
+    are not whole groups) has 8."""
+    columns = weight.shape[-1]
+    if format == "int4" and chip.int4 and len(weight.shape) == 2 and columns % GROUPS[-1] == 0 and columns > GROUPS[-1]:
+        return _make4(floats_of(weight, torch.float32), weight.format not in PLAIN, device, dtype)
+    numbers, scales = stored8(weight) or rows8(floats_of(weight, torch.float32), weight.format not in PLAIN)
+    static = None
+    if format == "w8a8" and weight.inputs is not None and chip.lacks(*STATIC) is None and dtype != torch.float32:
+        static = make_static(weight.inputs, numbers, scales, device, dtype)
+    rounds = static is not None or (format == "w8a8" and chip.lacks(*DYNAMIC) is None)
+    return Rows8(numbers.to(device), scales.to(device), rounds, static, chip.lacks(WIDE) is None)
+
+
+def stored8(weight: Weight) -> tuple[Tensor, Tensor] | None:
+    """(numbers int8, scales float32[out, 1]) that a weight is stored as; None for any other."""
+    parts = cast(Any, weight).parts() if weight.format in ROWS else None
+    if parts is None or (parts["scales"] < 0).any():
+        return None
+    numbers = np.array(parts["codes"], np.int8)
+    scales = np.array(np.broadcast_to(parts["scales"], (*numbers.shape[:-1], 1)), np.float32)
+    return torch.from_numpy(numbers), torch.from_numpy(scales)
 
 
 def _make4(x: Tensor, stored: bool, device: torch.device, dtype: torch.dtype) -> Groups4:
@@ -245,15 +285,21 @@ def tiled(made: Any) -> Any:
     """Rows8 that an 8-bit product takes, as tiles; anything else as it is."""
     if not isinstance(made, Rows8) or not made.rounds or made.numbers.dim() != 2 or max(made.shape) > WIDEST:
         return made
-    return Tiles8(npu.npu_format_cast(made.numbers.t().contiguous(), FRACTAL_NZ), made.scales)
+    return Tiles8(npu.npu_format_cast(made.numbers.t().contiguous(), FRACTAL_NZ), made.scales, made.static)
+
+
+def _rule(weight: Rows8) -> InputScale | None:
+    return None if weight.static is None else weight.static.rule
 
 
 def joined(a: Any, b: Any) -> Any:
     """One weight whose outputs are a's and then b's; None where they are of different kinds."""
     if isinstance(a, Tensor) and isinstance(b, Tensor) and a.dtype == b.dtype:
         return torch.cat([a, b], dim=-2)
-    if isinstance(a, Rows8) and isinstance(b, Rows8) and a.rounds == b.rounds:
-        return Rows8(torch.cat([a.numbers, b.numbers], dim=-2), torch.cat([a.scales, b.scales], dim=-2), a.rounds)
+    if isinstance(a, Rows8) and isinstance(b, Rows8) and a.rounds == b.rounds and _rule(a) == _rule(b):
+        static = None if a.static is None or b.static is None else a.static.beside(b.static)
+        numbers, scales = torch.cat([a.numbers, b.numbers], dim=-2), torch.cat([a.scales, b.scales], dim=-2)
+        return Rows8(numbers, scales, a.rounds, static, a.fused)
     if isinstance(a, Groups4) and isinstance(b, Groups4) and a.group == b.group and a.out % 8 == 0:
         numbers, scales = torch.cat([a.numbers, b.numbers], dim=1), torch.cat([a.scales, b.scales], dim=1)
         return Groups4(numbers, scales, torch.cat([a.offsets, b.offsets], dim=1), a.out + b.out)

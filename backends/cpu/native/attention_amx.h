@@ -195,7 +195,7 @@ struct TileAttention {
 
   // As Kernels::attend.
   static void attend(const AttentionSpan& s, const Partial& out) {
-    if (s.layout.type != KvType::bfloat16) return TRIVIUM_TIER::attend(s, out);
+    if (s.layout.type != KvType::bfloat16 || s.layout.latent > 0) return TRIVIUM_TIER::attend(s, out);
     const int64_t pairs = s.layout.key_dim() / 2, last_pairs = (pairs - 1) % (kDepth / 2) + 1;
     const int64_t most = last_pairs == kDepth / 2 ? 2 * amx::kRows : amx::kRows;  // two blocks have no tiles for part of a dot
     int64_t rows = std::min(s.rows, most);

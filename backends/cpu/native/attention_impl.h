@@ -32,7 +32,7 @@ inline constexpr int kRuns = static_cast<int>(kSpan / kKeyRun);
 // Rounds rows of queries, times `factor`, to what the format's products take: query_bytes() apart.
 inline void queries(const KvLayout& layout, const float* q, int64_t rows, float factor, uint8_t* out) {
   const int64_t n = layout.head_dim;
-  with_pages(layout.type, [&](auto pages) {
+  with_pages(layout.latent > 0 ? KvType::float32 : layout.type, [&](auto pages) {
     using Number = typename decltype(pages)::Number;
     for (int64_t r = 0; r < rows; ++r, out += layout.query_bytes()) {
       auto* to = reinterpret_cast<Number*>(out);
@@ -70,7 +70,7 @@ struct Keys {
 inline Keys visible(const AttentionSpan& s, int64_t row) {
   const int64_t position = s.first_position + row / s.group;
   int64_t high = s.causal && position + 1 < s.context ? position + 1 : s.context;
-  int64_t low = s.window > 0 && position + 1 > s.window ? position + 1 - s.window : 0;
+  int64_t low = s.window > 0 && position + 1 > s.window ? position + 1 - s.window : s.chunk > 0 ? position / s.chunk * s.chunk : 0;
   high = (high < s.end ? high : s.end) - s.begin;
   low = (low < s.begin ? s.begin : low > s.end ? s.end : low) - s.begin;
   return {low, high > low ? high : low};
@@ -310,7 +310,10 @@ inline void row_blocks(int64_t rows, F f) {
   }
 }
 
+inline void attend_latent(const AttentionSpan& s, const Partial& out);  // latent_impl.h
+
 inline void attend(const AttentionSpan& s, const Partial& out) {
+  if (s.layout.latent > 0) return attend_latent(s, out);
   with_pages(s.layout.type, [&](auto pages) {
     row_blocks<kRows>(s.rows, [&]<int R>(int64_t row) { attend_rows<decltype(pages), R>(s, row, out); });
   });

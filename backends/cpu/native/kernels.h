@@ -33,6 +33,8 @@ inline constexpr int64_t kValueAlign = 16; // value heads are padded to a multip
 //   K block: float32, float16: [head_dim][page_size]; bfloat16, int8: [head_dim / 2][page_size][2], pairs of dimensions side by side.
 //   V block: float32, float16: [page_size][padded dim]; bfloat16, int8: [page_size / 2][padded dim][2], pairs of tokens side by side.
 // int8: a scale for each token, bfloat16[page_size], ends either block; a number is its byte times the scale (see scale_of in kv_pages.h).
+// LatentKV: one kv head, the same rows for keys and values, as they lie in a neutral page: [page_size][latent], then [page_size][head_dim - latent];
+//   int8: a scale for each row behind either part. Values are the first `latent` numbers of keys.
 // An odd head_dim is padded with a dimension of zeros in keys. Keys are read as columns, so that a vector holds the same dimension of many keys and
 // no sum runs across lanes; the pairs are what dot products of 16 bits and matrix tiles take.
 struct KvLayout {
@@ -40,14 +42,17 @@ struct KvLayout {
   int64_t page_size = 16;
   int64_t kv_heads = 0;
   int64_t head_dim = 0;
+  int64_t latent = 0;  // > 0: LatentKV
 
   int64_t item() const { return type == KvType::float32 ? 4 : type == KvType::int8 ? 1 : 2; }
   int64_t scale_bytes() const { return type == KvType::int8 ? 2 * page_size : 0; }
   int64_t key_dim() const { return (head_dim + 1) / 2 * 2; }
-  int64_t value_dim() const { return (head_dim + kValueAlign - 1) / kValueAlign * kValueAlign; }
+  int64_t value_size() const { return latent > 0 ? latent : head_dim; }
+  int64_t value_dim() const { return (value_size() + kValueAlign - 1) / kValueAlign * kValueAlign; }
   int64_t key_bytes() const { return key_dim() * page_size * item() + scale_bytes(); }
   int64_t value_bytes() const { return value_dim() * page_size * item() + scale_bytes(); }
-  int64_t bytes() const { return kv_heads * (key_bytes() + value_bytes()); }
+  int64_t latent_bytes() const { return page_size * latent * item() + scale_bytes(); }
+  int64_t bytes() const { return latent > 0 ? page_size * head_dim * item() + 2 * scale_bytes() : kv_heads * (key_bytes() + value_bytes()); }
   // Keys are rows of dimensions, values rows of tokens; with pairs two of them side by side are one row. Where a token begins in each row
   // of keys, and its row of values: bytes.
   int64_t per_row() const { return type == KvType::bfloat16 || type == KvType::int8 ? 2 : 1; }
@@ -59,7 +64,7 @@ struct KvLayout {
   int64_t key_offset(int64_t head) const { return head * key_bytes(); }
   int64_t value_offset(int64_t head) const { return kv_heads * key_bytes() + head * value_bytes(); }
   // From one row of prepared queries (Kernels::queries) to the next.
-  int64_t query_bytes() const { return value_dim() * 4 + 64; }
+  int64_t query_bytes() const { return (head_dim + kValueAlign - 1) / kValueAlign * kValueAlign * 4 + 64; }
 };
 
 // Keys [begin, end) of a sequence, of the kv head at key_offset.
@@ -78,6 +83,7 @@ struct AttentionSpan {
   int64_t begin = 0, end = 0;         // keys of this span; begin a multiple of kSpan
   int64_t context = 0;                // keys that exist
   int64_t window = 0;                 // 0: none
+  int64_t chunk = 0;                  // 0: none; else keys before a query's chunk are not seen
   bool causal = true;
   float softcap = 0;                  // 0: none
   const int32_t* blocks = nullptr;    // the sequence's row of the block table
@@ -96,6 +102,27 @@ struct Partial {
   float* peak = nullptr;    // [rows]; -infinity: no key so far
   float* total = nullptr;   // [rows]
   float* values = nullptr;  // [rows][value_dim]
+};
+
+// The gated delta rule (see the operator) for one head of one sequence and some columns of its state [dk][stride]; pointers are those of the first
+// token and of the first column, *_step numbers lie from one token to the next.
+struct DeltaRule {
+  const float *q = nullptr, *k = nullptr, *v = nullptr, *g = nullptr, *beta = nullptr;
+  int64_t qk_step = 0, v_step = 0, head_step = 0;
+  float* state = nullptr;
+  int64_t dk = 0, stride = 0, columns = 0, tokens = 0;
+  float scale = 1;
+  float* y = nullptr;  // v_step apart
+};
+
+// The selective scan (see the operator) for some rows of one head's state [rows][dk] of one sequence.
+struct SelectiveScan {
+  const float *x = nullptr, *dt = nullptr, *b = nullptr, *c = nullptr;
+  int64_t x_step = 0, dt_step = 0, bc_step = 0;
+  float a = 0, d = 0, dt_low = 0, dt_high = 0;
+  float* state = nullptr;
+  int64_t rows = 0, dk = 0, tokens = 0;
+  float* y = nullptr;  // x_step apart
 };
 
 struct Kernels {
@@ -117,10 +144,16 @@ struct Kernels {
   float (*dot)(const float* a, const float* b, int64_t n);
   void (*add_scaled)(const float* x, float factor, float* y, int64_t n);  // y += factor * x
 
+  void (*add_product)(const float* a, const float* b, float* y, int64_t n);  // y += a * b
+  void (*delta_rule)(const DeltaRule& rule);
+  void (*selective_scan)(const SelectiveScan& scan);
+
   // Writes `count` tokens' keys and values of one head, k_stride and v_stride numbers apart, into one page from token `offset` on. key, value: that
   // head's blocks.
   void (*write_kv)(const KvLayout& layout, int64_t offset, int64_t count, const float* k, int64_t k_stride, const float* v, int64_t v_stride,
                    uint8_t* key, uint8_t* value);
+  // Writes one token's row latent[layout.latent], rope[head_dim - latent] of a LatentKV layer whose part of the page begins at `page`.
+  void (*write_latent)(const KvLayout& layout, int64_t offset, const float* latent, const float* rope, uint8_t* page);
   // One token back.
   void (*read_kv)(const KvLayout& layout, int64_t offset, const uint8_t* key, const uint8_t* value, float* k, float* v);
   // q[rows][head_dim] times factor, rounded to what `attend` multiplies keys of the format with. factor: scale, times log2 e without softcap.

@@ -153,9 +153,11 @@ double multiply_add_rate(const Runtime& runtime, int64_t rounds) {
 
 void bind_kv(nb::module_& m) {
   nb::class_<KvLayer>(m, "KvLayer")
-      .def("__init__", [](KvLayer* self, int64_t group, int64_t offset, const std::string& type, int64_t page_size, int64_t kv_heads, int64_t head_dim) {
-        new (self) KvLayer{group, offset, {named<KvType>(kKvTypes, type), page_size, kv_heads, head_dim}};
-      }, "group"_a, "offset"_a, "type"_a, "page_size"_a, "kv_heads"_a, "head_dim"_a)
+      .def("__init__", [](KvLayer* self, int64_t group, int64_t offset, const std::string& type, int64_t page_size, int64_t kv_heads, int64_t head_dim,
+                          int64_t latent) {
+        new (self) KvLayer{group, offset, {named<KvType>(kKvTypes, type), page_size, kv_heads, head_dim, latent}};
+      }, "group"_a, "offset"_a, "type"_a, "page_size"_a, "kv_heads"_a, "head_dim"_a, "latent"_a = 0,
+           "latent > 0: LatentKV of one kv head, whose values are its keys' first `latent` numbers.")
       .def_prop_ro("nbytes", [](const KvLayer& layer) { return layer.layout.bytes(); }, "Bytes of one page's part of this layer.")
       .def_prop_ro("value_dim", [](const KvLayer& layer) { return layer.layout.value_dim(); }, "Numbers of a stored value, padding included.");
   nb::class_<KvPool>(m, "KvPool")

@@ -11,7 +11,7 @@
 #include <optional>
 #include <stdexcept>
 
-#include "module.h"
+#include "bound_tape.h"
 #include "ops_attention.h"
 #include "ops_linear.h"
 #include "ops_lora.h"
@@ -23,48 +23,8 @@ using namespace nb::literals;
 namespace trivium {
 namespace {
 
-constexpr const char* kActivations[] = {"silu", "gelu", "gelu_tanh", "relu", "relu2", "quick_gelu", "sigmoid", "tanh", "softplus"};
 constexpr const char* kElementwise[] = {"add", "mul", "scale", "softcap", "activation", "gated", "copy"};
 constexpr const char* kNorms[] = {"none", "rms", "layer"};
-
-template <class Enum, size_t N>
-Enum named(const char* const (&names)[N], const std::string& name) {
-  for (size_t i = 0; i < N; ++i) {
-    if (name == names[i]) return static_cast<Enum>(i);
-  }
-  throw std::invalid_argument("unknown name: " + name);
-}
-
-template <typename T>
-using Array = nb::ndarray<const T, nb::c_contig, nb::device::cpu>;
-
-// A tape and the arrays of its current step.
-struct BoundTape {
-  BoundTape(std::shared_ptr<Runtime> owner, std::shared_ptr<KvPool> kv)
-      : runtime(std::move(owner)), pool(std::move(kv)), tape(runtime->pool, runtime->kernels, runtime->linear, pool) {}
-
-  std::shared_ptr<Runtime> runtime;
-  std::shared_ptr<KvPool> pool;
-  Tape tape;
-  std::vector<nb::object> held;
-  nb::object sampling;
-  int64_t vocab = 0;  // rows of the embedding table; 0: unknown
-  int64_t slots = 0;  // of adapters; 0: no operation reads them
-
-  template <typename T>
-  const T* take(const nb::object& from, const char* name) {
-    nb::object value = from.attr(name);
-    auto array = nb::cast<Array<T>>(value);
-    held.push_back(nb::cast(array));
-    return array.data();
-  }
-  template <typename O>
-  void add(std::unique_ptr<O> op, const std::string& name, bool barrier) {
-    auto kept = std::make_shared<std::string>(name);
-    tape.keep(kept);
-    tape.add(std::move(op), kept->c_str(), barrier);
-  }
-};
 
 void check_step(const BoundTape& self, const Step& step, int64_t groups) {
   if (self.vocab > 0) {
@@ -84,6 +44,14 @@ void check_step(const BoundTape& self, const Step& step, int64_t groups) {
   for (int64_t i = 0; i < groups * step.tokens; ++i) bad |= step.slot_mapping[i] >= slots;
   for (int64_t i = 0; i < groups * step.seqs * step.blocks; ++i) bad |= step.block_tables[i] >= self.pool->pages();
   if (bad) throw std::out_of_range("the step names a page beyond the pool's " + std::to_string(self.pool->pages()));
+  for (const int64_t group : self.recurrent) {
+    for (int64_t s = 0; s < step.seqs; ++s) {
+      if (step.inputs[2][s + 1] == step.inputs[2][s]) continue;
+      if (group >= groups || step.blocks == 0 || step.block_tables[(group * step.seqs + s) * step.blocks] < 0) {
+        throw std::out_of_range("sequence " + std::to_string(s) + " of the step has no page for its recurrent state");
+      }
+    }
+  }
 }
 
 // Points the tape at a Batch.
@@ -282,16 +250,17 @@ void bind_large_ops(nb::class_<BoundTape>& tape) {
     self.add(std::move(op), table.present() ? "rope+kv write" : "kv write", barrier);
   }, "q"_a, "k"_a, "v"_a, "q_out"_a, "layer"_a, "heads"_a, "tokens"_a, "table"_a, "half"_a, "interleaved"_a, "q_norm"_a, "k_norm"_a, "barrier"_a);
   tape.def("attention", [](BoundTape& self, Ref q, Ref query_starts, Ref context_lens, Ref sinks, Ref y, const KvLayer& layer, int64_t heads, float scale,
-                           float softcap, int64_t window, bool causal, Ref partials, int64_t partial_capacity, bool barrier) {
+                           float softcap, int64_t window, int64_t chunk, bool causal, Ref partials, int64_t partial_capacity, bool barrier) {
     if (query_starts.space != Space::input || context_lens.space != Space::input) throw std::invalid_argument("attention reads the step's own arrays");
     auto op = std::make_unique<Attention>(q, query_starts, context_lens, sinks, y, layer, heads, partial_capacity);
     op->scale = scale;
     op->softcap = softcap;
     op->window = window;
+    op->chunk = chunk;
     op->causal = causal;
     op->partials = partials;
     self.add(std::move(op), "attention", barrier);
-  }, "q"_a, "query_starts"_a, "context_lens"_a, "sinks"_a, "y"_a, "layer"_a, "heads"_a, "scale"_a, "softcap"_a, "window"_a, "causal"_a, "partials"_a,
+  }, "q"_a, "query_starts"_a, "context_lens"_a, "sinks"_a, "y"_a, "layer"_a, "heads"_a, "scale"_a, "softcap"_a, "window"_a, "chunk"_a, "causal"_a, "partials"_a,
       "partial_capacity"_a, "barrier"_a);
   tape.def("lora", [](BoundTape& self, Ref y, Ref x, Ref a, Ref b, Ref adapters, Ref inner, int64_t slots, int64_t rank, int64_t in, int64_t out, bool barrier) {
     self.slots = self.slots == 0 ? slots : std::min(self.slots, slots);
@@ -316,6 +285,7 @@ void bind_tape(nb::module_& m) {
   tape.def(nb::init<std::shared_ptr<Runtime>, std::shared_ptr<KvPool>>(), "runtime"_a, "kv"_a.none());
   bind_row_ops(tape);
   bind_large_ops(tape);
+  bind_model_ops(tape);
   tape.def("set_arenas", [](BoundTape& self, int64_t tokens, int64_t rows, int64_t pooled, int64_t fixed, int64_t max_tokens, int64_t max_rows) {
     self.tape.set_arenas({tokens, rows, pooled, fixed}, max_tokens, max_rows);
   }, "tokens"_a, "rows"_a, "pooled"_a, "fixed"_a, "max_tokens"_a, "max_rows"_a);

@@ -90,6 +90,17 @@ void RopeWrite::run_block(const Step& step, int64_t first, int64_t last, int64_t
   }
 }
 
+void LatentWrite::run(const Step& step, Worker& worker) {
+  const KvLayout& l = layer_.layout;
+  const int64_t rest = l.head_dim - l.latent;
+  const int64_t* slots = step.slot_mapping + layer_.group * step.tokens;
+  share_rows(worker, shares[0], step.tokens, row_grain(l.head_dim), [&](int64_t t) {
+    if (slots[t] < 0) return;
+    uint8_t* page = step.kv->page(slots[t] / l.page_size) + layer_.offset;
+    step.kernels->write_latent(l, slots[t] % l.page_size, step.floats(latent_) + t * l.latent, step.floats(rope_) + t * rest, page);
+  });
+}
+
 // Some queries of one sequence and one kv head.
 struct Attention::Tile {
   int64_t seq, head;
@@ -146,7 +157,7 @@ Attention::Tile Attention::find_tile(const Step& step, int64_t index, Cursor& fr
   index -= from.first;
   const int64_t queries = starts[seq + 1] - starts[seq], context = contexts[seq], first = (own - 1 - index % own) * size;
   const int64_t tokens = std::min(size, queries - first), position = context - queries + first;
-  const int64_t low = window > 0 ? std::max<int64_t>(0, position + 1 - window) : 0;
+  const int64_t low = window > 0 ? std::max<int64_t>(0, position + 1 - window) : chunk > 0 ? position / chunk * chunk : 0;
   const int64_t high = causal ? std::min(context, position + tokens) : context;
   return {seq, index / own, starts[seq] + first, tokens, position, low / kSpan, (high + kSpan - 1) / kSpan};
 }
@@ -174,6 +185,7 @@ AttentionSpan Attention::span_of(const Step& step, const Tile& tile, const Scrat
   s.first_position = tile.first_position;
   s.context = step.ints(context_lens_)[tile.seq];
   s.window = window;
+  s.chunk = chunk;
   s.causal = causal;
   s.softcap = softcap;
   s.blocks = step.block_tables + (layer_.group * step.seqs + tile.seq) * step.blocks;
@@ -189,7 +201,7 @@ AttentionSpan Attention::span_of(const Step& step, const Tile& tile, const Scrat
 Partial Attention::partial(float* memory) const { return {memory, memory + tile_rows(), memory + 2 * tile_rows()}; }
 
 void Attention::finish(const Step& step, const Tile& tile, const Partial& total) const {
-  const int64_t dim = layer_.layout.head_dim, value_dim = layer_.layout.value_dim(), g = group();
+  const int64_t dim = layer_.layout.value_size(), value_dim = layer_.layout.value_dim(), g = group();
   const float* sinks = sinks_.present() ? step.floats(sinks_) : nullptr;
   float* y = step.floats(y_);
   for (int64_t r = 0; r < tile.tokens * g; ++r) {
@@ -217,6 +229,7 @@ void Attention::run(const Step& step, Worker& worker) {
 // The keys of the tile that the thread begins with, where few rows will wait for them.
 void Attention::ask_ahead(const Step& step, int thread, int threads) const {
   const KvLayout& l = layer_.layout;
+  if (l.latent > 0) return;
   const Work work = plan(step);
   const bool spans = shares_spans(work, threads);
   const int64_t items = work.tiles * l.kv_heads, each = spans ? work.longest : 1, i = Shares::first(thread, threads, items * each);

@@ -33,8 +33,20 @@ private:
   Extent tokens_;
 };
 
+// Stores latent[tokens, rank] and rope[tokens, rope_dim] in the tokens' slots of a LatentKV layer.
+class LatentWrite : public Op {
+public:
+  LatentWrite(Ref latent, Ref rope, KvLayer layer) : latent_(latent), rope_(rope), layer_(layer) {}
+  void run(const Step& step, Worker& worker) override;
+
+private:
+  Ref latent_, rope_;
+  KvLayer layer_;
+};
+
 // y[tokens, heads, head_dim] = attention of q over the pages. The query heads of one kv head are worked on together, some tokens at a time (a tile);
 // where there are few tiles and long contexts the spans of a tile are shared out as well and merged in their order, with the same bits.
+// Queries of a LatentKV layer have its keys' numbers, y only the values'.
 class Attention : public Op {
 public:
   Attention(Ref q, Ref query_starts, Ref context_lens, Ref sinks, Ref y, KvLayer layer, int64_t heads, int64_t partial_capacity)
@@ -45,7 +57,7 @@ public:
   size_t scratch_bytes() const override;
 
   float scale = 1, softcap = 0;
-  int64_t window = 0;
+  int64_t window = 0, chunk = 0;
   bool causal = true;
   Ref partials;  // fixed memory for partial_capacity spans of a tile that are shared out
 

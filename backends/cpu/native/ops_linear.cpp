@@ -10,8 +10,6 @@ int64_t tiles_of(const Target& target) { return (target.matrix.out + linear::kTi
 // `bytes` rounded up to whole cache lines.
 size_t lines(int64_t bytes) { return static_cast<size_t>((bytes + linear::kAlign - 1) / linear::kAlign * linear::kAlign); }
 
-bool has_tiles(linear::Isa isa) { return isa == linear::Isa::amx || isa == linear::Isa::amx_emulated; }
-
 linear::Output output_of(const Step& step, const Target& target, bool accumulate) {
   return {step.floats(target.y), target.matrix.out, target.bias.present() ? step.floats(target.bias) : nullptr, accumulate};
 }

@@ -88,6 +88,16 @@ void Rope::run(const Step& step, Worker& worker) {
   });
 }
 
+void PositionScale::run(const Step& step, Worker& worker) {
+  const float* x = step.floats(x_);
+  const int32_t* positions = step.ints(positions_);
+  float* y = step.floats(y_);
+  share_rows(worker, shares[0], step.count(tokens_), row_grain(n_), [&](int64_t t) {
+    const int64_t at = positions[t] + offset, steps = (at - (at < 0 ? period - 1 : 0)) / period;  // floor
+    step.kernels->scale(x + t * n_, 1 + beta * std::log1p(static_cast<float>(steps)), y + t * n_, n_);
+  });
+}
+
 void CopyColumns::run(const Step& step, Worker& worker) {
   const float* x = step.floats(x_) + x_start_;
   float* y = step.floats(y_) + y_start_;

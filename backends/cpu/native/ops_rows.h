@@ -96,6 +96,21 @@ private:
   int64_t heads_, dim_;
 };
 
+// y[t] = x[t] * (1 + beta * ln(1 + floor((positions[t] + offset) / period))), n numbers a token.
+class PositionScale : public Op {
+public:
+  PositionScale(Ref x, Ref positions, Ref y, Extent tokens, int64_t n) : x_(x), positions_(positions), y_(y), tokens_(tokens), n_(n) {}
+  void run(const Step& step, Worker& worker) override;
+
+  float beta = 0;
+  int64_t period = 1, offset = 0;
+
+private:
+  Ref x_, positions_, y_;
+  Extent tokens_;
+  int64_t n_;
+};
+
 // y[r, y_start + i] = x[r, x_start + i] for i < n: slices and halves of a concatenation.
 class CopyColumns : public Op {
 public:
@@ -120,6 +135,9 @@ private:
   Extent count_;
   int64_t n_;
 };
+
+// Whether linear kernels of an instruction set unpack codes once for many rows.
+constexpr bool has_tiles(linear::Isa isa) { return isa == linear::Isa::amx || isa == linear::Isa::amx_emulated; }
 
 // Asks memory for n numbers.
 inline void ask_for(const float* x, int64_t n) {

@@ -145,6 +145,10 @@ inline void add_scaled(const float* x, float factor, float* y, int64_t n) {
   map(y, n, [f = set1(factor)](Vec s, Vec t) { return fma(s, f, t); }, x, y);
 }
 
+inline void add_product(const float* a, const float* b, float* y, int64_t n) {
+  map(y, n, [](Vec s, Vec t, Vec u) { return fma(s, t, u); }, a, b, y);
+}
+
 inline void exp_of(const float* x, float* y, int64_t n) {
   map(y, n, [](Vec v) { return exp(v); }, x);
 }

@@ -23,6 +23,9 @@ inline int32_t two_numbers(const void* two) {
 inline Ints zero_ints() { return {_mm512_setzero_si512()}; }
 inline Vec to_float(Ints x) { return {_mm512_cvtepi32_ps(x.v)}; }
 inline Int16Pairs load_pairs_i8(const int8_t* p) { return {_mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))}; }
+inline Vec load_i8(const int8_t* p) {
+  return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
+}
 inline Int16Pairs first_of_pairs(Int16Pairs x) { return {_mm512_and_si512(x.v, _mm512_set1_epi32(0xffff))}; }
 inline Ints dot(Ints sum, Int16Pairs x, const int16_t* two) {
   const __m512i factor = _mm512_set1_epi32(two_numbers(two));
@@ -97,6 +100,9 @@ struct Int16Pairs {
 inline Ints zero_ints() { return {_mm256_setzero_si256()}; }
 inline Vec to_float(Ints x) { return {_mm256_cvtepi32_ps(x.v)}; }
 inline Int16Pairs load_pairs_i8(const int8_t* p) { return {_mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))}; }
+inline Vec load_i8(const int8_t* p) {
+  return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))))};
+}
 inline Int16Pairs first_of_pairs(Int16Pairs x) { return {_mm256_and_si256(x.v, _mm256_set1_epi32(0xffff))}; }
 inline Ints dot(Ints sum, Int16Pairs x, const int16_t* two) {
   int32_t bits;
@@ -131,6 +137,9 @@ struct Int16Pairs {
 inline Ints zero_ints() { return {IntLanes{0, 0, 0, 0}}; }
 inline Vec to_float(Ints x) { return {__builtin_convertvector(x.v, Lanes)}; }
 inline Int16Pairs load_pairs_i8(const int8_t* p) { return {IntLanes{p[0], p[2], p[4], p[6]}, IntLanes{p[1], p[3], p[5], p[7]}}; }
+inline Vec load_i8(const int8_t* p) {
+  return {Lanes{static_cast<float>(p[0]), static_cast<float>(p[1]), static_cast<float>(p[2]), static_cast<float>(p[3])}};
+}
 inline Int16Pairs first_of_pairs(Int16Pairs x) { return {x.first, IntLanes{0, 0, 0, 0}}; }
 inline Ints dot(Ints sum, const Int16Pairs& x, const int16_t* two) { return {sum.v + x.first * two[0] + x.second * two[1]}; }
 inline Vec load_bf16(const uint16_t* p) {

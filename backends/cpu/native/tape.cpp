@@ -33,8 +33,7 @@ void Tape::grow(std::array<int64_t, kArenas> units) {
 void Tape::add(std::unique_ptr<Op> op, const char* name, bool barrier) {
   op->name = name;
   op->barrier = barrier;
-  constexpr int kPhases = 2;
-  for (int i = 0; i < kPhases; ++i) op->shares.emplace_back(pool_->threads());
+  for (int i = op->phases(); i > 0; --i) op->shares.emplace_back(pool_->threads());
   pool_->reserve_scratch(op->scratch_bytes());
   ops_.push_back(std::move(op));
   seconds_.push_back(0);

@@ -70,6 +70,8 @@ class Op {
 public:
   virtual ~Op() = default;
   virtual void run(const Step& step, Worker& worker) = 0;
+  // How often its threads share out work: the number of `shares`.
+  virtual int phases() const { return 2; }
   // Scratch that each thread needs, bytes.
   virtual size_t scratch_bytes() const { return 0; }
   // Asks memory for what thread `thread` of `threads` will touch first, before it waits for the others: constants and pages, not what the

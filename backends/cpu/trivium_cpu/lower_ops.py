@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from trivium.ops import Call, Value
@@ -11,7 +11,7 @@ from trivium.plugin import Kernel
 from trivium_cpu import _native
 from trivium_cpu.lowering import ABSENT, NO_NORM, Extent, Lowering, extent_of
 from trivium_cpu.places import Place
-from trivium_cpu.profile import Cost, attention, projection, store
+from trivium_cpu.profile import Cost, WorkOf, attention, projection, store
 
 Lower = Callable[[Lowering, Call], None]
 
@@ -142,9 +142,10 @@ def _reshape(low: Lowering, call: Call) -> None:
     low.result_in(call.results[0], x)
 
 
-def copy_columns(low: Lowering, x: Value, start: int, y: Value, to: Place, at: int, count: int) -> None:
+def copy_columns(low: Lowering, x: Value, start: int, width: int, to: Place, at: int, count: int) -> None:
+    """Columns start .. start + count of x to columns at .. of `to`, whose rows have `width`."""
     low.emit(
-        "copy_columns", low.place(x).ref, (last(x), start), to.ref, (last(y), at), count, rows_of(x).native,
+        "copy_columns", low.place(x).ref, (last(x), start), to.ref, (width, at), count, rows_of(x).native,
         reads=[low.place(x)], writes=[to],
     )  # fmt: skip
 
@@ -153,15 +154,15 @@ def _slice(low: Lowering, call: Call) -> None:
     (x,) = call.args
     assert x is not None
     start, stop = call.attrs["start"], call.attrs["stop"]
-    copy_columns(low, x, start, call.results[0], low.result(call.results[0]), 0, stop - start)
+    copy_columns(low, x, start, stop - start, low.result(call.results[0]), 0, stop - start)
 
 
 def _concat(low: Lowering, call: Call) -> None:
     a, b = call.args
     assert a is not None and b is not None
     y = low.result(call.results[0])
-    copy_columns(low, a, 0, call.results[0], y, 0, last(a))
-    copy_columns(low, b, 0, call.results[0], y, last(a), last(b))
+    copy_columns(low, a, 0, last(a) + last(b), y, 0, last(a))
+    copy_columns(low, b, 0, last(a) + last(b), y, last(a), last(b))
 
 
 def _gather_rows(low: Lowering, call: Call) -> None:
@@ -200,19 +201,31 @@ def _kv_write(low: Lowering, call: Call) -> None:
 
 
 def _paged_attention(low: Lowering, call: Call) -> None:
-    q, state, starts, contexts, sinks = call.args
+    q, state, *rest = call.args
     assert q is not None and state is not None
-    attrs, layer, heads = call.attrs, low.layer(state), q.shape[1]
+    heads, window, causal = int(q.shape[1]), call.attrs["window"] or 0, call.attrs["causal"]
+    work = attention(token_bytes(low, state), 2 * heads * last(q), window, causal)
+    softcap = call.attrs["softcap"] or 0.0
+    attend(
+        low, low.place(q), rest, state, call.results[0], heads, work, scale=call.attrs["scale"], softcap=softcap, window=window,
+        causal=causal,
+    )  # fmt: skip
+
+
+def attend(
+    low: Lowering, q: Place, rest: Sequence[Value | None], state: Value, y: Value, heads: int, work: WorkOf, *, scale: float,
+    softcap: float = 0.0, window: int = 0, chunk: int = 0, causal: bool = True,
+) -> None:  # fmt: skip
+    """Attention of queries q[tokens, heads, ...] over a state's pages. rest: query starts, context lengths, sinks. Zeros: none."""
+    layer = low.layer(state)
     key, capacity = ("spans", layer.value_dim, heads), _span_capacity(low)
     if key not in low.shared:
         low.shared[key] = low.temporary("fixed", capacity * _native.Tape.partial_numbers(layer, heads))
-    y, spans = low.result(call.results[0]), low.shared[key]
-    places = [low.place(v) for v in (q, starts, contexts, sinks)]
-    work = attention(token_bytes(low, state), 2 * int(heads) * last(q), attrs["window"] or 0, attrs["causal"])
+    out, spans = low.result(y), low.shared[key]
+    places = [q, *(low.place(v) for v in rest)]
     low.emit(
-        "attention", *(p.ref for p in places), y.ref, layer, heads, attrs["scale"], attrs["softcap"] or 0.0, attrs["window"] or 0,
-        attrs["causal"], spans.ref, capacity, reads=[*places, low.place(state)], writes=[y, spans],
-        cost=Cost(tuple(places), (y,), work),
+        "attention", *(p.ref for p in places), out.ref, layer, heads, scale, softcap, window, chunk, causal, spans.ref, capacity,
+        reads=[*places, low.place(state)], writes=[out, spans], cost=Cost(tuple(places), (out,), work),
     )  # fmt: skip
 
 
@@ -254,6 +267,14 @@ def _weight_is_constant(index: int) -> Callable[[Call], str | None]:
     return supports
 
 
+def _embedding_fits(call: Call) -> str | None:
+    """A step's token ids are compared with the rows of every table that an input looks up."""
+    ids = call.args[0]
+    if ids is not None and ids.kind == "input" and ids.name != "token_ids":
+        return "of the step's inputs only token ids look up rows"
+    return _weight_is_constant(1)(call)
+
+
 def _kernels() -> dict[str, Kernel]:
     plain: dict[str, Lower] = {
         "add": _pointwise("add"), "mul": _pointwise("mul"), "scale": _pointwise("scale", "factor"),
@@ -262,8 +283,8 @@ def _kernels() -> dict[str, Kernel]:
         "gather_rows": _gather_rows, "kv_write": _kv_write,
     }  # fmt: skip
     kernels = {name: Kernel(name, lower, f"native {name}") for name, lower in plain.items()}
-    for name, lower in {"embedding": _embedding, "linear": _linear}.items():
-        kernels[name] = Kernel(name, lower, f"native {name}", supports=_weight_is_constant(1))
+    kernels["embedding"] = Kernel("embedding", _embedding, "native embedding", supports=_embedding_fits)
+    kernels["linear"] = Kernel("linear", _linear, "native linear", supports=_weight_is_constant(1))
     for name in ("text_ids", "media_rows", "gather_blocks"):  # they move few numbers, and numpy moves them as fast
         kernels[name] = Kernel(name, Lowering.on_host, f"numpy {name}")
     kernels["lora"] = Kernel("lora", _lora, "native lora", supports=_lora_fits)

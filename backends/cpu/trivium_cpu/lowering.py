@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trivium.errors import ProgramError
-from trivium.ops import Call, KVSpec, PagedKV, Program, Value
+from trivium.ops import Call, KVSpec, Program, Recurrent, Value
 from trivium.plugin import Choice
 from trivium_cpu import _native
 from trivium_cpu.places import Arena, Barriers, Place
@@ -32,6 +32,12 @@ class Resident:
     shape: tuple[int, ...]
     matrix: Any = None
     array: npt.NDArray[np.float32] | None = None
+
+    def pack(self, runtime: Any) -> None:
+        """An array becomes a packed matrix, for operators that multiply with it."""
+        assert self.array is not None
+        rows = np.ascontiguousarray(self.array).reshape(math.prod(self.shape[:-1]), -1).view(np.uint8)
+        self.matrix, self.array = runtime.pack("float32", "float32", self.shape[-1], rows), None
 
     @property
     def nbytes(self) -> int:
@@ -125,19 +131,32 @@ class Lowering:
 
     def matrix(self, value: Value) -> Any:
         """The packed matrix of a weight argument."""
-        matrix = self.weights[value].matrix
-        assert matrix is not None
-        self.kept.append(matrix)
-        return matrix
+        weight = self.weights[value]
+        if weight.matrix is None:
+            weight.pack(self.runtime)
+        self.kept.append(weight.matrix)
+        return weight.matrix
 
     def layer(self, value: Value) -> Any:
         """The native KvLayer of a state argument."""
         return self.layers[self._state_of[value]]
 
-    def state_spec(self, value: Value) -> PagedKV:
+    def state_shape(self, value: Value) -> tuple[int, ...]:
+        """The shape of a recurrent state."""
         spec = self.program.states[self._state_of[value]].spec
-        assert isinstance(spec, PagedKV)
-        return spec
+        assert isinstance(spec, Recurrent)
+        return spec.shape
+
+    def transposed(self, value: Value) -> Place:
+        """A constant matrix as plain numbers, its columns as rows."""
+        key = ("transposed", value)
+        if key not in self.shared:
+            weight = self.weights[value]
+            plain = weight.array if weight.array is not None else self.runtime.unpack(weight.matrix)
+            columns = np.ascontiguousarray(np.asarray(plain).T)
+            self.kept.append(columns)
+            self.shared[key] = Place("constant", 0, 0, _native.Ref.floats(columns))
+        return self.shared[key]
 
     def result(self, value: Value) -> Place:
         """A new place for a result."""

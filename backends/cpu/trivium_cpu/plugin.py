@@ -52,9 +52,10 @@ class CpuBackend(Backend):
 
     def kernels(self, device: Device) -> Sequence[Kernel]:
         from trivium_cpu.fusions import FUSED_KERNELS
+        from trivium_cpu.lower_models import MODEL_KERNELS
         from trivium_cpu.lower_ops import OPERATOR_KERNELS
 
-        return (*FUSED_KERNELS, *OPERATOR_KERNELS.values())
+        return (*FUSED_KERNELS, *OPERATOR_KERNELS.values(), *MODEL_KERNELS)
 
     def open(self, device: Device, options: Mapping[str, Any]) -> Session:
         """Own options: `threads`, `isa` ("auto" or one of TIERS), `profile` (time every operation), `strict`, `weight_cache` (True:

@@ -60,19 +60,21 @@ def projection(rows: Any, matrices: Sequence[Any]) -> WorkOf:
     return work
 
 
-def attention(key_bytes: float, products: int, window: int, causal: bool) -> WorkOf:
+def attention(key_bytes: float, products: int, window: int, causal: bool, chunk: int = 0) -> WorkOf:
     """Every key and value that some query sees is read once; each pair of query and key takes `products` multiply-adds.
-    key_bytes: of one token's keys and values."""
+    key_bytes: of one token's keys and values. window, chunk: 0, none."""
+
+    def oldest(position: Any) -> Any:
+        return np.maximum(0, position + 1 - window) if window else position // chunk * chunk if chunk else np.zeros_like(position)
 
     def work(sizes: Sizes, batch: Batch) -> Work:
         queries = np.diff(batch.query_starts).astype(np.int64)
         contexts = batch.context_lens.astype(np.int64)
         first = contexts - queries
-        low = np.maximum(0, first + 1 - window) if window else np.zeros_like(first)
         positions = np.arange(queries.sum()) + np.repeat(first - batch.query_starts[:-1], queries)
         end = positions + 1 if causal else np.repeat(contexts, queries)
-        begin = np.maximum(0, positions + 1 - window) if window else 0
-        return Work(int((contexts - low)[queries > 0].sum() * key_bytes), 2 * int((end - begin).sum()) * products)
+        read = (contexts - oldest(first))[queries > 0].sum()
+        return Work(int(read * key_bytes), 2 * int((end - oldest(positions)).sum()) * products)
 
     return work
 

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trivium.errors import CapacityError, UnsupportedError
-from trivium.ops import Group, KVSpec, PagedKV, Program, Recurrent, Weight
+from trivium.ops import Group, KVSpec, LatentKV, PagedKV, Program, Recurrent, StateSpec, Weight
 from trivium.plugin import Executable, Kernel, Memory, Pages, Session, Tensor, announce_fallbacks, select_kernels
 from trivium.plugin.hostinfo import available_memory, total_memory
 from trivium_cpu import _native, numbers
@@ -144,8 +144,7 @@ class CpuSession(Session):
             for slot, state in enumerate(group.states):
                 offset = slot * _slot_bytes(spec, group)
                 self._offsets[state] = g, offset
-                if isinstance(group.spec, PagedKV):
-                    self._layers[state] = _layer(spec, group.spec, g, offset)
+                self._layers[state] = _layer(spec, group.spec, g, offset)
 
     def memory(self) -> Memory:
         kv = 0 if self._pool is None else self._pool.view().nbytes
@@ -218,8 +217,13 @@ class CpuSession(Session):
         self._loaded.clear()
 
 
-def _layer(spec: KVSpec, kv: PagedKV, group: int, offset: int) -> Any:
-    return _native.KvLayer(group, offset, spec.dtype, spec.page_size, kv.kv_heads, kv.head_dim)
+def _layer(spec: KVSpec, state: StateSpec, group: int, offset: int) -> Any:
+    """Where a state lies; of a recurrent one only that."""
+    if isinstance(state, PagedKV):
+        return _native.KvLayer(group, offset, spec.dtype, spec.page_size, state.kv_heads, state.head_dim)
+    if isinstance(state, LatentKV):
+        return _native.KvLayer(group, offset, spec.dtype, spec.page_size, 1, state.rank + state.rope_dim, state.rank)
+    return _native.KvLayer(group, offset, "float32", spec.page_size, 0, 0)
 
 
 def _storage(weight: Weight) -> str:

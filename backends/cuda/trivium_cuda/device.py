@@ -1,7 +1,7 @@
 """What the backend needs of a device beyond torch's operations: order of work, graphs, page-locked memory, and what is free.
 
-Everything a session queues on its device runs in the order in which it was queued; only Event.wait() and copies to the
-host that torch makes by itself wait for it.
+Everything a session queues on its device runs in the order in which it was queued, but for transfers, which have a queue of their
+own; only Event.wait() and copies to the host that torch makes by itself wait for it.
 """
 
 from __future__ import annotations
@@ -57,6 +57,15 @@ class DeviceApi(ABC):
         """Queues a copy between page-locked memory and the device, in either direction."""
 
     @abstractmethod
+    def transfer(self, target: Tensor, source: Tensor, after: Event) -> Event:
+        """Queues a copy between page-locked memory and the device beside everything else, once the device has come to `after`, a
+        point of the queue. Returns the point behind the copy; up to it neither tensor may be written."""
+
+    @abstractmethod
+    def follow(self, event: Event) -> None:
+        """What is queued from here on waits on the device for the end of a transfer."""
+
+    @abstractmethod
     def record(self) -> Event:
         """The point that the queue has reached now."""
 
@@ -68,6 +77,10 @@ class DeviceApi(ABC):
     @abstractmethod
     def memory_info(self) -> tuple[int, int]:
         """(free, total) bytes; what torch holds in reserve counts as free."""
+
+    @abstractmethod
+    def peak(self, run: Callable[[], None]) -> int:
+        """Most bytes that what `run` queues takes at a time, beyond those that are taken already; waits for it."""
 
     @abstractmethod
     def release(self) -> None:
@@ -82,13 +95,13 @@ class CudaEvent(Event):
     """An event of torch.cuda."""
 
     def __init__(self, event: torch.cuda.Event) -> None:
-        self._event = event
+        self.event = event
 
     def done(self) -> bool:
-        return bool(self._event.query())
+        return bool(self.event.query())
 
     def wait(self) -> None:
-        self._event.synchronize()
+        self.event.synchronize()
 
 
 class CudaGraph(Graph):
@@ -102,13 +115,14 @@ class CudaGraph(Graph):
 
 
 class CudaDevice(DeviceApi):
-    """A device of torch.cuda, on its current stream."""
+    """A device of torch.cuda, on its current stream; transfers are on one more."""
 
     def __init__(self, index: int) -> None:
         self.device = torch.device("cuda", index)
         self.name = torch.cuda.get_device_name(index)
         self.capability = torch.cuda.get_device_capability(index)
         self._pool: Any = None
+        self._beside: torch.cuda.Stream | None = None
 
     def active(self) -> AbstractContextManager[Any]:
         return torch.cuda.device(self.device)
@@ -118,6 +132,23 @@ class CudaDevice(DeviceApi):
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         target.copy_(source, non_blocking=True)
+
+    def transfer(self, target: Tensor, source: Tensor, after: Event) -> Event:
+        beside = self._beside = self._beside or torch.cuda.Stream(self.device)
+        assert isinstance(after, CudaEvent)
+        beside.wait_event(after.event)
+        with torch.cuda.stream(beside):
+            target.copy_(source, non_blocking=True)
+        for tensor in (target, source):
+            if tensor.is_cuda:
+                tensor.record_stream(beside)  # or its memory would be another's before the copy is done
+        event = torch.cuda.Event()
+        event.record(beside)
+        return CudaEvent(event)
+
+    def follow(self, event: Event) -> None:
+        assert isinstance(event, CudaEvent)
+        torch.cuda.current_stream(self.device).wait_event(event.event)
 
     def record(self) -> Event:
         event = torch.cuda.Event()
@@ -136,6 +167,14 @@ class CudaDevice(DeviceApi):
         free, total = torch.cuda.mem_get_info(self.device)
         unused = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
         return free + unused, total
+
+    def peak(self, run: Callable[[], None]) -> int:
+        self.synchronize()
+        torch.cuda.reset_peak_memory_stats(self.device)
+        before = torch.cuda.memory_allocated(self.device)
+        run()
+        self.synchronize()
+        return torch.cuda.max_memory_allocated(self.device) - before
 
     def release(self) -> None:
         with self.active():

@@ -42,8 +42,8 @@ class QueuedStep(Step):
 class QueuedExecutable(Executable):
     """Runs a tape call by call."""
 
-    def __init__(self, session: CudaSession, tape: Tape, vocab_size: int) -> None:
-        self._session, self.tape, self._vocab_size = session, tape, vocab_size
+    def __init__(self, session: CudaSession, tape: Tape, program: Program) -> None:
+        self._session, self.tape, self.program = session, tape, program
 
     def run(self, batch: Batch) -> Step:
         session = self._session
@@ -54,7 +54,7 @@ class QueuedExecutable(Executable):
 
     def finish(self, outputs: Mapping[str, Tensor], batch: Batch, arrays: Mapping[str, Tensor]) -> Step:
         """The step whose outputs are queued, with the sampling of its logits queued behind them."""
-        pending = sampler.start(self._session, outputs["logits"], batch.sampling, {"vocab_size": self._vocab_size}, arrays)
+        pending = sampler.start(self._session, outputs["logits"], batch.sampling, {"vocab_size": self.program.vocab_size}, arrays)
         return QueuedStep(self._session, outputs, pending, batch)
 
 
@@ -74,6 +74,12 @@ def rehearse(session: CudaSession, eager: QueuedExecutable, program: Program) ->
     eager.run(largest_step(tokens, length, session.spec, adapters=has_adapters(program))).tokens()
     for data, before in zip(session.recurrent(), held, strict=True):
         data[0].copy_(before)
+
+
+def step_bytes(session: CudaSession, program: Program, weights: Mapping[str, Any]) -> int:
+    """Most bytes that the largest step takes at a time. The session has a page by now; the executable is kept for compile()."""
+    eager = session.eager = QueuedExecutable(session, Tape(session, program, weights), program)
+    return session.api.peak(lambda: rehearse(session, eager, program))
 
 
 def largest_step(tokens: int, length: int, spec: KVSpec, *, adapters: bool) -> Batch:
@@ -97,10 +103,11 @@ def has_adapters(program: Program) -> bool:
 
 def compile_program(session: CudaSession, program: Program, weights: Mapping[str, Any]) -> Executable:
     """An executable for a fused Program, with graphs for the sizes that the session was opened with."""
-    tape = Tape(session, program, weights)
-    eager = QueuedExecutable(session, tape, program.vocab_size)
+    eager, session.eager = session.eager, None
+    if eager is None or eager.program is not program:
+        eager = QueuedExecutable(session, Tape(session, program, weights), program)
     rehearse(session, eager, program)
-    if not session.graph_sizes or tape.on_host:
+    if not session.graph_sizes or eager.tape.on_host:
         session.graphs_are_captured()
         return eager
     from trivium_cuda.graphs import GraphExecutable

@@ -1,8 +1,9 @@
-"""Decode steps as CUDA graphs: one graph for each batch size, replayed with the step's arrays at the addresses of its capture.
+"""Decode steps as CUDA graphs: one for each number of tokens, replayed with the step's arrays at the addresses of its capture.
 
-A step of fewer sequences is padded: sequences behind the last one have no tokens, and tokens behind the last one belong to no
-sequence and are stored nowhere, so that nothing of them reaches the pages or the rows of others. What may differ between a capture
-and its replays is on the device; what a kernel is told by the host is an upper bound (max_context) or the size itself.
+A step of fewer tokens is padded: sequences behind the last one have no tokens, and tokens behind the last one belong to no
+sequence and are stored nowhere, so that nothing of them reaches the pages or the rows of others. So a graph of as many sequences
+as tokens serves fewer sequences of several tokens, too, by which drafts are verified. What may differ between a capture and its
+replays is on the device; what a kernel is told by the host is an upper bound (max_context) or the size itself.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ I32, I64 = np.dtype("int32"), np.dtype("int64")
 
 @dataclass(frozen=True)
 class Captured:
-    """A graph for `size` sequences of one token. memory: where its arrays lie on the device, as `layout` says; arrays: they."""
+    """A graph for `size` tokens of at most as many sequences. memory: where its arrays lie on the device, as `layout` says; arrays:
+    they."""
 
     size: int
     layout: Layout
@@ -42,7 +44,7 @@ class Captured:
 
 
 def layout_of(size: int, groups: int, blocks: int, *, adapters: bool) -> Layout:
-    """The arrays of a step of `size` sequences of one token, all of which are sampled and pooled."""
+    """The arrays of a step of `size` tokens and sequences, all of which are sampled and pooled."""
     rows = dict.fromkeys(("token_ids", "positions", "context_lens", "sample_rows", "pool_rows"), ((size,), I32))
     return Layout(
         {
@@ -57,7 +59,7 @@ _PADDING = {"block_tables": -1, "slot_mapping": -1, "adapters": -1}
 
 
 def fill(places: Mapping[str, Array], batch: Batch) -> None:
-    """Writes a step of at most as many sequences, padded."""
+    """Writes a step of at most as many tokens, padded."""
     for name, place in places.items():
         if not place.size:  # adapters of a Program that has none
             continue
@@ -84,7 +86,7 @@ class GraphExecutable(Executable):
         self._session, self._eager, self._adapters = session, eager, adapters
         self._blocks = -(-int(session.options["max_model_len"]) // session.spec.page_size)
         self.captured: dict[int, Captured] = {}
-        """By batch size, ascending."""
+        """By number of tokens, ascending."""
         self._capture_all(session.graph_sizes)
 
     def run(self, batch: Batch) -> Step:
@@ -100,10 +102,16 @@ class GraphExecutable(Executable):
             return self._eager.finish(outputs, batch, found.arrays)
 
     def _graph_for(self, batch: Batch) -> Captured | None:
-        seqs = batch.seqs
-        if batch.tokens != seqs or batch.block_tables.shape[2] > self._blocks or (np.diff(batch.query_starts) != 1).any():
+        queries = np.diff(batch.query_starts)
+        several = queries.max(initial=0) > self._session.graph_queries or queries.min(initial=1) < 1
+        if several or not self._fits(batch):
             return None
-        return next((c for size, c in self.captured.items() if size >= seqs), None)
+        return next((c for size, c in self.captured.items() if size >= batch.tokens), None)
+
+    def _fits(self, batch: Batch) -> bool:
+        """Whether the arrays that are no longer than a step has tokens are so, and tables are those of a graph."""
+        rows = max(len(batch.sample_rows), len(batch.pool_rows), len(batch.sampling.seed))
+        return rows <= batch.tokens and batch.block_tables.shape[2] <= self._blocks
 
     def _send(self, layout: Layout, memory: Tensor, batch: Batch) -> None:
         """The step's arrays, by one copy to where the graph reads them."""
@@ -163,7 +171,7 @@ class GraphExecutable(Executable):
 
     def _queue(self, arrays: Mapping[str, Tensor], batch: Batch) -> dict[str, Any]:
         session = self._session
-        session.begin(arrays, 1, int(session.options["max_model_len"]))
+        session.begin(arrays, session.graph_queries, int(session.options["max_model_len"]))
         session.capturing = True
         try:
             return self._eager.tape.run(arrays, batch)

@@ -21,9 +21,11 @@ class CudaBackend(TorchBackend):
     name = "cuda"
     priority = 30
     device_types = ("cuda",)
-    options = frozenset({"batch_invariant", "graph_sizes", "graph_memory"})
-    """graph_sizes: the contract's. graph_memory: bytes that captured graphs may take, by default a twentieth of the device's.
-    batch_invariant: a row's bits do not depend on how many rows are computed together; products are slower for it."""
+    options = frozenset({"autotune", "batch_invariant", "graph_sizes", "graph_queries", "graph_memory"})
+    """graph_sizes, graph_queries: the contract's. graph_memory: bytes that captured graphs may take, by default a twentieth of the
+    device's. batch_invariant: a row's bits do not depend on how many rows are computed together; products are slower for it.
+    autotune: True: tiles of products with quantised weights are timed when a model is loaded, and remembered in a file of the cache
+    folder; or the path of that file. Not with batch_invariant, since the tiles decide the order of sums."""
 
     def __init__(self, find: Callable[[], Sequence[DeviceApi]] | None = None) -> None:
         self._find = find
@@ -66,9 +68,11 @@ class CudaBackend(TorchBackend):
     def kernels(self, device: Device) -> Sequence[Kernel]:
         if not formats.has_triton_kernels(device.details["capability"]):
             return super().kernels(device)
+        from trivium_cuda import flashinfer
         from trivium_cuda.table import KERNELS
+        from trivium_cuda.tuning import Notes
 
-        return (*KERNELS, *super().kernels(device))
+        return (*flashinfer.kernels(), *map(Notes(self._apis[device.index]).noted, KERNELS), *super().kernels(device))
 
     def open(self, device: Device, options: Mapping[str, Any]) -> Session:
         memory = options.get("graph_memory")
@@ -78,12 +82,24 @@ class CudaBackend(TorchBackend):
             raise InvalidRequestError("batch_invariant must be True or False", param="batch_invariant")
         if options.get("batch_invariant") and not formats.has_triton_kernels(device.details["capability"]):
             raise UnsupportedError("batch_invariant needs compute capability 8.0 or later", param="batch_invariant")
+        autotune = options.get("autotune", False)
+        if type(autotune) is not bool and not isinstance(autotune, str):
+            raise InvalidRequestError(f"autotune must be True, False or the path of a file, not {autotune!r}", param="autotune")
+        if autotune and options.get("batch_invariant"):
+            raise InvalidRequestError(
+                "autotune goes by what it measures; batch_invariant wants the same bits always", param="autotune"
+            )
         return super().open(device, options)
 
     def make_session(self, device: Device, options: Mapping[str, Any]) -> Session:
         from trivium_cuda.session import CudaSession
 
-        return CudaSession(self._apis[device.index], self.name, self.kernels(device), options)
+        session = CudaSession(self._apis[device.index], self.name, self.kernels(device), options)
+        if session.has_triton:
+            from trivium_cuda import flashinfer
+
+            session.kernels = flashinfer.proved(session, session.kernels)
+        return session
 
 
 @hookimpl

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,14 +13,19 @@ import torch
 from torch import Tensor
 
 from trivium.errors import BackendError, CapacityError, UnsupportedError
-from trivium.ops import Batch, KVSpec, Program, Weight
+from trivium.ops import Batch, KVSpec, Pages, Program, Weight
 from trivium.plugin import Executable, Kernel
+from trivium_cuda import transfer
 from trivium_cuda.device import DeviceApi
 from trivium_cuda.formats import has_triton_kernels, weight_formats
 from trivium_cuda.staging import Download, Pinned, arrays_of, upload
 from trivium_torch.pages import Carried, Paged
 from trivium_torch.session import TorchSession
 from trivium_torch.weights import make_resident
+
+if TYPE_CHECKING:
+    from trivium_cuda.executor import QueuedExecutable
+    from trivium_cuda.tuning import Tuned
 
 LARGE = 1 << 24
 """Bytes from which an array is copied at once, without a page-locked block in between that would stay."""
@@ -65,17 +70,26 @@ class CudaSession(TorchSession):
         super().__init__(backend, str(api.device), kernels, options)
         self.api = api
         self.invariant = False
+        self.tuned: Tuned | None = None
+        """Tiles that were timed, with the option autotune."""
         self.batch_invariant: bool = options.get("batch_invariant", False)
         self.has_triton = has_triton_kernels(api.capability)
+        self.chip = 10 * api.capability[0] + api.capability[1]
         self.capturing = False
         """Whether what runs is to become part of a graph: nothing may then come from the host."""
         self.pinned = Pinned(api)
+        self.page_blocks = Pinned(api)
+        """Those of pages, whose copies are beside the steps and take longer."""
         self.arrays: Mapping[str, Tensor] = {}
         """The arrays of the step that runs, on the device."""
         self._extents = (0, 0)
+        self.eager: QueuedExecutable | None = None
+        """What was made to measure a step, until it is compiled."""
         sizes, total = options.get("graph_sizes", ()), api.memory_info()[1]
         self.graph_sizes: Sequence[int] = tuple(sizes)
         self.graph_memory: int = options.get("graph_memory", total // GRAPH_SHARE) if sizes else 0
+        self.graph_queries: int = options.get("graph_queries", 1)
+        """Most tokens of a sequence in a step that is captured."""
         self._graphs_to_come = self.graph_memory
 
     # Copies.
@@ -124,6 +138,27 @@ class CudaSession(TorchSession):
             raise CapacityError(f"{pages} pages of {self.page_bytes(spec)} bytes need {need} bytes; {free} are free")
         super().kv_store(spec, pages)
 
+    def step_bytes(self, program: Program, weights: Mapping[str, Any], spec: KVSpec) -> int:
+        from trivium_cuda.executor import step_bytes
+
+        self.kv_store(spec, 1)
+        try:
+            return step_bytes(self, program, weights)
+        finally:
+            self.drop_pages()
+            self.api.release()
+
+    def start_export(self, group: int, ids: Sequence[int]) -> Callable[[], Pages]:
+        with self._memory_for(f"taking {len(ids)} pages out"), self.api.active():
+            return transfer.start_export(self, group, self.layers_of(group), ids)
+
+    def export_pages(self, group: int, ids: Sequence[int]) -> Pages:
+        return self.start_export(group, ids)()
+
+    def import_pages(self, group: int, ids: Sequence[int], pages: Pages) -> None:
+        with self._memory_for(f"bringing {len(ids)} pages in"), self.api.active():
+            transfer.start_import(self, self.layers_of(group), ids, pages)
+
     def recurrent(self) -> list[Tensor]:
         """The states of all recurrent layers, float32[pages, *shape] each."""
         return [layer.data for layer in self._layers.values() if layer.data is not None]
@@ -139,6 +174,10 @@ class CudaSession(TorchSession):
     def compile(self, program: Program, weights: Mapping[str, Any]) -> Executable:
         from trivium_cuda.executor import compile_program
 
+        if where := self.options.get("autotune"):
+            from trivium_cuda.tuning import tune
+
+            self.tuned = tune(self, weights.values(), where)
         return compile_program(self, program, weights)
 
     def stage(self, batch: Batch) -> Mapping[str, Tensor]:
@@ -166,17 +205,23 @@ class CudaSession(TorchSession):
 
     @contextlib.contextmanager
     def faults(self, tokens: int, seqs: int) -> Iterator[None]:
-        """Around the work of a step of so many: turns the device's faults into errors that say what to do. After one for want of
-        memory the next step may succeed."""
+        """Around the work of a step of so many: turns the device's faults into errors that say what to do."""
+        try:
+            with self._memory_for(f"a step of {tokens} tokens in {seqs} sequences"):
+                yield
+        except RuntimeError as e:
+            raise BackendError(f"backend {self.backend!r}: the device failed: {e}") from e
+
+    @contextlib.contextmanager
+    def _memory_for(self, what: str) -> Iterator[None]:
+        """A lack of memory is CapacityError. After one the next step may succeed."""
         try:
             yield
         except torch.OutOfMemoryError as e:
             self.api.release()
             free, total = self.api.memory_info()
-            what = f"a step of {tokens} tokens in {seqs} sequences needs more memory than is free, {free} of {total} bytes"
-            raise CapacityError(f"{what}; give less max_num_batched_tokens or num_kv_blocks") from e
-        except RuntimeError as e:
-            raise BackendError(f"backend {self.backend!r}: the device failed: {e}") from e
+            needs = f"{what} needs more memory than is free, {free} of {total} bytes"
+            raise CapacityError(f"{needs}; give less max_num_batched_tokens or num_kv_blocks") from e
 
     def close(self) -> None:
         self.arrays = {}

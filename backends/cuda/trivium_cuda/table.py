@@ -10,16 +10,16 @@ from torch import Tensor
 
 from trivium.ops import Call, Pattern
 from trivium.plugin import Kernel
-from trivium_cuda.kernels import activations, attention, experts, fp8, int8, norms, recurrent, rotary
-from trivium_cuda.kernels.products import Matrix, product
+from trivium_cuda import eights
+from trivium_cuda.kernels import activations, adapters, attention, experts, norms, recurrent, rotary
+from trivium_cuda.kernels.products import product
 from trivium_cuda.kernels.rotary import Store
 from trivium_cuda.sampler import sample
 from trivium_cuda.session import CudaSession, DeviceCarried, DevicePaged
-from trivium_torch.kernels import FUSED_KERNELS, dense, moe
+from trivium_torch.kernels import FUSED_KERNELS, dense
 from trivium_torch.kernels.dense import Args, Attrs
-from trivium_cuda.weights import CudaResident, Float8, Int4
+from trivium_cuda.weights import W8A8, matrix_of
 from trivium_torch.pages import Eights, Floats
-from trivium_torch.weights import Int8
 
 PRIORITY = 10
 WIDEST_HEAD = 256
@@ -42,20 +42,16 @@ def _store(floats: Floats) -> Store:
 
 def linear(session: CudaSession, args: Args, attrs: Attrs) -> Tensor:
     """Floats by torch's own product, whose library is the vendor's and chooses by the number of rows, unless rows must not depend
-    on each other."""
+    on each other. x is Rounded only where rounding.py found that the weight takes it."""
     x, weight, bias = args
+    if isinstance(weight, W8A8):
+        return eights.linear(session, x, weight, bias)
     if isinstance(weight, Tensor) and not session.batch_invariant:
         return dense.linear(session, args, attrs)
-    y = product(x, _matrix(weight), bias, x.dtype, invariant=session.batch_invariant)
+    w = matrix_of(weight)
+    tile = session.tuned.tile(w, x.numel() // w.k) if session.tuned else None
+    y = product(x, w, bias, x.dtype, invariant=session.batch_invariant, tile=tile)
     return y.view(*x.shape[:-1], y.shape[-1])
-
-
-def _matrix(weight: CudaResident) -> Matrix:
-    if isinstance(weight, Int4):
-        return weight.packed.matrix()
-    if isinstance(weight, Float8):
-        return fp8.matrix(weight.numbers, weight.scales)
-    return int8.matrix(weight.numbers, weight.scales) if isinstance(weight, Int8) else Matrix("float", weight, *weight.shape[-2:])
 
 
 def embedding(session: CudaSession, args: Args, attrs: Attrs) -> Tensor:
@@ -67,15 +63,16 @@ def embedding(session: CudaSession, args: Args, attrs: Attrs) -> Tensor:
 
 
 def moe_experts(session: CudaSession, args: Args, attrs: Attrs) -> Tensor:
-    """All experts in one launch a matrix; experts in 8 bits go one by one."""
+    """All experts in one launch a matrix, with activations as they come: W8A8 experts, too, have their weights alone in 8 bits."""
     x, weights, ids, *matrices = args
-    if any(isinstance(m, Int8 | Float8) for m in matrices[:3]):
-        found: Tensor = moe.moe_experts(session, args, attrs)
-        return found
-    gate, up, down = (m.packed if isinstance(m, Int4) else m for m in matrices[:3])
+    gate, up, down = (matrix_of(m) for m in matrices[:3])
     return experts.moe_experts(
         x, weights, ids, gate, up, down, *matrices[3:], **attrs, invariant=session.batch_invariant
     )  # fmt: skip
+
+
+def lora(session: CudaSession, args: Args, attrs: Attrs) -> Tensor:
+    return adapters.lora(*args)
 
 
 # State along a sequence.
@@ -84,7 +81,8 @@ def moe_experts(session: CudaSession, args: Args, attrs: Attrs) -> Tensor:
 def gated_delta_rule(session: CudaSession, args: Args, attrs: Attrs) -> tuple[Tensor, DeviceCarried]:
     q, k, v, g, beta, s, *_ = args
     r = s.reads
-    y = recurrent.gated_delta_rule(q, k, v, g, beta, s.data, r.block_tables, r.query_starts, r.context_lens, **attrs)
+    where = r.block_tables, r.query_starts, r.context_lens
+    y = recurrent.gated_delta_rule(q, k, v, g, beta, s.data, *where, **attrs, max_queries=r.max_query)
     return y, s
 
 
@@ -191,7 +189,7 @@ def _kernels() -> Sequence[Kernel]:
         Kernel(shared["rope_write"], rope_write, "triton rope_write", PRIORITY),
         Kernel(shared["add_norm"], add_norm, "triton add_rms_norm", PRIORITY),
         Kernel(shared["gate_up"], gate_up, "linear, linear, triton gated", PRIORITY),
-        Kernel("linear", linear, "linear by format: cuBLAS or triton int4, fp8, int8", PRIORITY),
+        Kernel("linear", linear, "linear by format: cuBLAS or triton int4, fp8, int8, w8a8", PRIORITY),
         Kernel("embedding", embedding, "embedding by format", PRIORITY),
         Kernel("rms_norm", rms_norm, "triton rms_norm", PRIORITY),
         Kernel("gated", gated, "triton gated", PRIORITY),
@@ -201,6 +199,7 @@ def _kernels() -> Sequence[Kernel]:
         Kernel("paged_attention", paged_attention, "triton paged_attention", PRIORITY, narrow_heads),
         Kernel("latent_attention", latent_attention, "triton latent_attention", PRIORITY),
         Kernel("moe_experts", moe_experts, "triton moe_experts", PRIORITY),
+        Kernel("lora", lora, "triton lora", PRIORITY),
         Kernel("gated_delta_rule", gated_delta_rule, "triton gated_delta_rule", PRIORITY),
         Kernel("sample", sample, "queued sample", PRIORITY),
     )

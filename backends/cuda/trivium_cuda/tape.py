@@ -11,6 +11,7 @@ from torch import Tensor
 from trivium.errors import BackendError
 from trivium.ops import Batch, Call, Program, Value
 from trivium.plugin import Choice, announce_fallbacks, run_on_host, select_kernels
+from trivium_cuda.rounding import round_ahead
 
 if TYPE_CHECKING:
     from trivium_cuda.session import CudaSession
@@ -54,6 +55,7 @@ class Tape:
         self._start: list[Any] = [None] * (len(self._registers) + 1)
         for register, weight in constants:
             self._start[register] = weight
+        self._lines = round_ahead(self._lines, self._start)
 
     def _place(self, value: Value) -> int:
         return self._registers.setdefault(value, len(self._registers) + 1)

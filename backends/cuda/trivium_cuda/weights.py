@@ -1,7 +1,8 @@
 """Resident weights below 16 bits: rounding, and repacking of storage formats that have the same numbers.
 
 int4: groups of 32 inputs with a float16 scale, code less 8; int4_g128 likewise in groups of 128. int4_asym_g128: a float16 scale
-and a zero point for 128 inputs. fp8: float8_e4m3 with a float32 scale a row. mxfp4: e2m1 with a power of two for 32 inputs. What is
+and a zero point for 128 inputs. fp8: float8_e4m3 with a float32 scale a row; int8: whole numbers likewise; w8a8_fp8 and w8a8: the
+same, times activations that are rounded to 8 bits, too. mxfp4: e2m1 with a power of two for 32 inputs. What is
 repacked keeps the groups (and blocks of scales) that it was stored with.
 """
 
@@ -17,9 +18,11 @@ from torch import Tensor
 
 from trivium.errors import UnsupportedError
 from trivium.ops import Weight
-from trivium_cuda.kernels import int4
+from trivium_cuda.kernels import fp8, int4, int8
 from trivium_cuda.kernels.int4 import Packed
-from trivium_torch.weights import Resident, floats_of, make_resident
+from trivium_cuda.kernels.products import Matrix
+from trivium_cuda.kernels.quantise import Given, Kind
+from trivium_torch.weights import Int8, Resident, floats_of, make_resident
 
 F32 = torch.float32
 E4M3_MAX, E2M1_MAX_EXPONENT = 448.0, 2
@@ -50,7 +53,10 @@ class Int4:
         at: Any = index if self.packed.codes.dim() > 2 else (slice(None), index)
         codes, scales, zeros = (None if t is None else t[at] for t in self.packed[:3])
         assert codes is not None and scales is not None
-        return Int4(self.packed._replace(codes=codes, scales=scales, zeros=zeros))
+        order = self.packed.order
+        if order is not None and order.dim() > 1:
+            order = order[index]
+        return Int4(self.packed._replace(codes=codes, scales=scales, zeros=zeros, order=order))
 
     def to(self, dtype: torch.dtype) -> Tensor:
         """The weight itself."""
@@ -97,13 +103,60 @@ def _spread(scales: Tensor, dim: int, size: int) -> Tensor:
     return torch.narrow(scales.repeat_interleave(128, dim=dim), dim, 0, size)
 
 
-CudaResident = Resident | Int4 | Float8
+@dataclass(frozen=True)
+class W8A8:
+    """A weight of 8 bits whose product takes activations that are rounded to 8 bits of the same kind, too: each row by its largest
+    size, or 128 numbers of it where the weight has a scale for 128 by 128; or as the checkpoint says (`given`), and then `shift`
+    float32[out] is what the offset of the rounded adds to a product, to be taken away: None for an offset of 0."""
+
+    weight: Int8 | Float8
+    given: Given | None = None
+    shift: Tensor | None = None
+
+    @property
+    def kind(self) -> Kind:
+        """Of the rounded rows, see kernels.quantise."""
+        if self.given is not None:
+            return self.given
+        if isinstance(self.weight, Int8):
+            return "int8"
+        return "fp8" if self.weight.scales.shape[-1] == 1 else "fp8 blocks"
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.weight.shape
+
+    @property
+    def nbytes(self) -> int:
+        return self.weight.nbytes + (0 if self.shift is None else self.shift.nbytes)
+
+    def __getitem__(self, index: Index) -> W8A8:
+        """Rows of a matrix, or one of several matrices."""
+        return W8A8(self.weight[index], self.given, None if self.shift is None else self.shift[index])
+
+    def to(self, dtype: torch.dtype) -> Tensor:
+        """The weight itself."""
+        return self.weight.to(dtype)
+
+
+CudaResident = Resident | Int4 | Float8 | W8A8
+
+
+def matrix_of(weight: CudaResident) -> Matrix:
+    """What a product takes with activations as they come."""
+    if isinstance(weight, W8A8):
+        weight = weight.weight
+    if isinstance(weight, Int4):
+        return weight.packed.matrix()
+    if isinstance(weight, Float8):
+        return fp8.matrix(weight.numbers, weight.scales)
+    return int8.matrix(weight.numbers, weight.scales) if isinstance(weight, Int8) else Matrix("float", weight, *weight.shape[-2:])
 
 
 def make(weight: Weight, format: str, device: torch.device) -> CudaResident:
     """The weight in one of formats.weight_formats on the device. UnsupportedError where its shape does not allow it."""
     if format not in _MAKERS:
-        return make_resident(weight, format, device)
+        return cast(CudaResident, make_resident(weight, format, device))
     try:
         stored = _REPACKED.get((weight.format, format))
         return stored(weight, device) if stored is not None else _MAKERS[format](floats_of(weight, F32).to(device))
@@ -195,22 +248,53 @@ def repack_mxfp4(weight: Weight, device: torch.device) -> Int4:
 
 
 def repack_groups(weight: Weight, device: torch.device) -> Int4:
-    """AWQ and GPTQ, from the parts that they are stored in."""
-    parts = cast(Any, weight).parts()
+    """AWQ, GPTQ and others of 4 bits, from the parts that they are stored in."""
+    parts = _parts(weight)
     codes, scales, zeros, order = (_tensor(parts.get(name), device) for name in ("codes", "scales", "zeros", "order"))
     assert codes is not None and scales is not None
-    return Int4(int4.pack_int4(codes, scales, zeros, order))
+    return Int4(int4.pack_int4(codes, _narrowed(scales), zeros, order))
+
+
+def _narrowed(scales: Tensor) -> Tensor:
+    """float32 scales in the 16 bits that they were stored in, if they were."""
+    halves = (scales.to(dtype) for dtype in (torch.float16, torch.bfloat16))
+    return next((half for half in halves if torch.equal(half.to(F32), scales)), scales)
 
 
 def repack_fp8(weight: Weight, device: torch.device) -> Float8:
-    """The bytes as they are, with one scale or one for each 128 by 128."""
-    parts = cast(Any, weight).parts()
+    """The bytes as they are, with one scale, one a row, or one for each 128 by 128."""
+    parts = _parts(weight)
     codes, scales = _tensor(parts["codes"], device), _tensor(parts["scales"], device)
     assert codes is not None and scales is not None
-    out, block = weight.shape[0], parts["block"]
-    if scales.shape != (1, 1) and block != (128, 128) and (block[0], scales.shape) != (1, (out, 1)):
+    out, block, count = weight.shape[-2], parts["block"], tuple(scales.shape[-2:])
+    if count != (1, 1) and block != (128, 128) and (block[0], count) != (1, (out, 1)):
         raise ValueError(f"scales for {block[0]} by {block[1]} numbers; one, one a row, or one for 128 by 128 are possible")
     return Float8(codes.view(torch.float8_e4m3fn), scales)
+
+
+def repack_int8(weight: Weight, device: torch.device) -> Int8:
+    """The numbers as they are, with a scale a row."""
+    parts = _parts(weight)
+    codes, scales = _tensor(parts["codes"], device), _tensor(parts["scales"], device)
+    assert codes is not None and scales is not None
+    return Int8(codes, scales.expand(*codes.shape[:-1], 1).contiguous())
+
+
+def repack_w8a8(weight: Weight, device: torch.device) -> W8A8:
+    """The same, with the checkpoint's own rounding of the inputs if it has one."""
+    held, inputs = repack_int8(weight, device), weight.inputs
+    if inputs is None or len(weight.shape) != 2:
+        return W8A8(held)
+    given = Given(*inputs)
+    sums = held.numbers.sum(dim=-1, dtype=torch.int32).to(F32) * held.scales[:, 0]
+    return W8A8(held, given, sums * (given.scale * given.offset) if given.offset else None)
+
+
+def _parts(weight: Weight) -> Mapping[str, Any]:
+    found = cast(Any, weight).parts()
+    if found is None:
+        raise ValueError("what it is stored as was rearranged")
+    return cast(Mapping[str, Any], found)
 
 
 def _tensor(array: Any, device: torch.device) -> Tensor | None:
@@ -220,9 +304,14 @@ def _tensor(array: Any, device: torch.device) -> Tensor | None:
 _MAKERS: Mapping[str, Callable[[Tensor], CudaResident]] = {
     "int4": lambda x: round_int4(x, 32), "int4_g128": lambda x: round_int4(x, 128),
     "int4_asym_g128": lambda x: round_asymmetric(x, 128), "fp8": round_fp8, "mxfp4": round_mxfp4,
+    "int8": Int8.rounded, "w8a8": lambda x: W8A8(Int8.rounded(x)), "w8a8_fp8": lambda x: W8A8(round_fp8(x)),
 }  # fmt: skip
 _REPACKED: Mapping[tuple[str, str], Callable[[Weight, torch.device], CudaResident]] = {
     ("q4_0", "int4"): repack_q4_0, ("mxfp4", "mxfp4"): repack_mxfp4, ("awq", "int4_asym_g128"): repack_groups,
-    ("gptq_4", "int4_asym_g128"): repack_groups, ("fp8", "fp8"): repack_fp8,
+    ("gptq_4", "int4_asym_g128"): repack_groups, ("w4a16", "int4_asym_g128"): repack_groups,
+    **{(stored, "fp8"): repack_fp8 for stored in ("fp8", "w8a8_fp8")},
+    **{(stored, "w8a8_fp8"): lambda weight, device: W8A8(repack_fp8(weight, device)) for stored in ("fp8", "w8a8_fp8")},
+    **{(stored, "int8"): repack_int8 for stored in ("w8a16", "w8a8")},
+    **{(stored, "w8a8"): repack_w8a8 for stored in ("w8a16", "w8a8")},
 }  # fmt: skip
 """(storage, resident): what needs no rounding."""

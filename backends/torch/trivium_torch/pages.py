@@ -119,7 +119,7 @@ class Layer:
     def __init__(
         self, spec: StateSpec, page_size: int, dtype: str, pages: int, allocate: Callable[[tuple[int, ...], torch.dtype], Tensor]
     ) -> None:
-        self.spec, self.page_size, self.pages = spec, page_size, pages
+        self.spec, self.page_size, self.dtype, self.pages = spec, page_size, dtype, pages
         self.stores: tuple[Floats, ...] = ()
         self.data: Tensor | None = None
         if not spec.paged:

@@ -30,7 +30,7 @@ class TorchBackend(Backend):
     device_types: tuple[str, ...] | None = None
     """Torch device types to offer; None: all that torch sees, and "cpu" last."""
     ranks_options: frozenset[str] = frozenset({"tensor_parallel", "pipeline_parallel"})
-    """Over how many devices, from the one that is opened on, a model is shared out by heads or by layers; each has a process."""
+    """Over how many devices, from the one that is opened on, a model is shared out by heads and by layers; each has a process."""
     options: frozenset[str] = frozenset({"threads"})
     """Further options of open() beyond the contract's. threads: of torch on the host, for the whole process."""
 
@@ -91,16 +91,13 @@ class TorchBackend(Backend):
         return TorchSession
 
     def open(self, device: Device, options: Mapping[str, Any]) -> Session:
-        known = sorted(
-            _CONTRACT_OPTIONS
-            | self.ranks_options
-            | self.options
-            | ({"graph_sizes"} if self.capabilities(device).graph_capture else set())
-        )
+        can = self.capabilities(device)
+        graphs = {name for name, has in (("graph_sizes", can.graph_capture), ("graph_queries", can.graph_drafts)) if has}
+        known = sorted(_CONTRACT_OPTIONS | self.ranks_options | self.options | graphs)
         if unknown := sorted(options.keys() - set(known)):
             raise InvalidRequestError(f"the {self.name} backend has no option {', '.join(unknown)}; it has {', '.join(known)}")
         _set_threads(options.get("threads"))
-        possible = self.capabilities(device).dtypes
+        possible = can.dtypes
         dtype = possible[0] if options.get("dtype", "auto") == "auto" else options["dtype"]
         if dtype not in possible or dtype not in DTYPES:
             raise UnsupportedError(f"dtype {dtype!r} is not possible on {device.name}; {', '.join(possible)} are", param="dtype")
@@ -109,15 +106,13 @@ class TorchBackend(Backend):
         for by, ranks in ways.items():
             if type(ranks) is not int or ranks < 1:
                 raise InvalidRequestError(f"{by} must be a positive integer, not {ranks!r}", param=by)
-        wanted = [by for by, ranks in ways.items() if ranks > 1]
-        if not wanted:
+        if set(ways.values()) == {1}:
             return self.make_session(device, own)
-        if len(wanted) > 1:
-            raise UnsupportedError("tensor_parallel and pipeline_parallel don't go together; give one of them", param=wanted[0])
+        from trivium_torch.ranks.division import Ways
         from trivium_torch.ranks.session import RanksSession, rank_devices
 
-        [by] = wanted
-        return RanksSession(self, rank_devices(self, device, ways[by], by), own, by)
+        both = Ways(*ways.values())
+        return RanksSession(self, rank_devices(self, device, both), own, both)
 
     def make_session(self, device: Device, options: Mapping[str, Any]) -> Session:
         """What open() returns. `options`: checked, with a definite "dtype"."""

@@ -51,6 +51,8 @@ class TorchSession(Session):
         """Whether kernels see to it that a row's bits don't depend on how many rows are computed together. In float32 such
         differences are far below what decides a token; in less they are not, and a host's library keeps them out if it has one
         thread and is never given fewer than four rows."""
+        self.team = collectives.EVERYONE
+        """The ranks that it meets in collectives."""
         self.spec = KVSpec(16, "float32", ())
         self._layers: dict[tuple[int, StateSpec], Layer] = {}
         self._places: tuple[tuple[int, Layer], ...] = ()
@@ -150,6 +152,12 @@ class TorchSession(Session):
         self._places = tuple((group, self._layer(group, slot)) for group, slot in placed)
         self._kv_bytes = sum(t.nbytes for layer in self._layers.values() for t in layer.tensors())
 
+    def drop_pages(self) -> None:
+        """Gives back what kv_store() took."""
+        self._layers.clear()
+        self._steps.clear()
+        self._places, self._pages, self._kv_bytes = (), 0, 0
+
     def make_layer(self, state: StateSpec) -> Layer:
         """The memory of one layer slot, for the pages that kv_store() was asked for."""
         return Layer(state, self.spec.page_size, self.spec.dtype, self._pages, self.allocate)
@@ -157,22 +165,26 @@ class TorchSession(Session):
     def _layer(self, group: int, slot: int) -> Layer:
         return self._layers[slot, _geometry(self.spec.groups[group].spec)]
 
-    def _ids(self, ids: Sequence[int]) -> Tensor:
+    def page_ids(self, ids: Sequence[int]) -> Tensor:
+        """Numbers of pages on the device: int64[pages]."""
         return self.upload(np.array(ids, np.int64))
 
+    def layers_of(self, group: int) -> list[Layer]:
+        """The memory of a group's layers, in their order."""
+        return [self._layer(group, slot) for slot in range(len(self.spec.groups[group].states))]
+
     def export_pages(self, group: int, ids: Sequence[int]) -> Pages:
-        which, at = self.spec.groups[group], self._ids(ids)
-        layers = (self._layer(group, slot).read(at) for slot in range(len(which.states)))
+        which, at = self.spec.groups[group], self.page_ids(ids)
+        layers = (layer.read(at) for layer in self.layers_of(group))
         return Pages(which, self.spec.page_size, self.spec.dtype, tuple(tuple(self.get(t) for t in layer) for layer in layers))
 
     def import_pages(self, group: int, ids: Sequence[int], pages: Pages) -> None:
-        at = self._ids(ids)
-        for slot, tensors in enumerate(pages.tensors):
-            arrays = (self.upload(np.asarray(t, np.float32)) for t in tensors)
-            self._layer(group, slot).write(at, tuple(arrays))
+        at = self.page_ids(ids)
+        for layer, tensors in zip(self.layers_of(group), pages.tensors, strict=True):
+            layer.write(at, tuple(self.upload(np.asarray(t, np.float32)) for t in tensors))
 
     def copy_pages(self, src: Sequence[int], dst: Sequence[int]) -> None:
-        a, b = self._ids(src), self._ids(dst)
+        a, b = self.page_ids(src), self.page_ids(dst)
         for tensor in (t for layer in self._layers.values() for t in layer.tensors()):
             tensor[:, b] = tensor[:, a]
 
@@ -202,16 +214,16 @@ class TorchSession(Session):
     # Collectives.
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        return collectives.all_reduce(tensor)
+        return collectives.all_reduce(tensor, self.team)
 
     def all_gather(self, tensor: Tensor, dim: int) -> Tensor:
-        return collectives.all_gather(tensor, dim)
+        return collectives.all_gather(tensor, dim, self.team)
 
     def send(self, tensor: Tensor, rank: int) -> None:
-        collectives.send(tensor, rank)
+        collectives.send(tensor, rank, self.team)
 
     def recv(self, like: Tensor, rank: int) -> Tensor:
-        return collectives.recv(like, rank)
+        return collectives.recv(like, rank, self.team)
 
 
 def _geometries(spec: KVSpec) -> list[tuple[int, StateSpec]]:

@@ -126,7 +126,7 @@ def add_model(parser: argparse.ArgumentParser, *, several: bool = False) -> None
     tokens_help = "tokens in one step (default: 512, or the backend's limit)"
     group.add_argument("--max-num-batched-tokens", type=positive, metavar="N", help=tokens_help)
     group.add_argument("--max-model-len", type=positive, metavar="N", help="longest prompt and output together")
-    drafts_help = "speculative decoding: method=ngram, suffix or draft, model=MODEL for the latter, num_speculative_tokens=N, ..."
+    drafts_help = "speculative decoding: method=ngram, suffix, mtp or draft (model=MODEL), num_speculative_tokens=N, ..."
     group.add_argument("--speculative", type=key_value, action="append", metavar="KEY=VALUE", help=drafts_help)
     group.add_argument("--strict", action="store_true", help="refuse instead of running an operator on the host")
     group.add_argument("--option", type=key_value, action="append", metavar="KEY=VALUE", help="an option of the backend's own")

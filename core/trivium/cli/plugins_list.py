@@ -39,9 +39,7 @@ def builtin() -> dict[str, Collection[str]]:
     from trivium.cli.main import COMMANDS
     from trivium.models import ARCHITECTURES
     from trivium.text.syntaxes import REASONING, TOOLS
-    from trivium.weights.gguf_models import ARCHITECTURES as GGUF_ARCHITECTURES
 
     return {
-        "model": ARCHITECTURES, "gguf_model": GGUF_ARCHITECTURES, "tool_parser": {*TOOLS, "auto"},
-        "reasoning_parser": {*REASONING, "auto"}, "command": COMMANDS,
+        "model": ARCHITECTURES, "tool_parser": {*TOOLS, "auto"}, "reasoning_parser": {*REASONING, "auto"}, "command": COMMANDS,
     }  # fmt: skip

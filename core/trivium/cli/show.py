@@ -56,7 +56,7 @@ def add_inspect(parser: argparse.ArgumentParser) -> None:
 def inspect(args: argparse.Namespace) -> int:
     """The traced Program, the fused one, and how each weight would become resident."""
     p = _plan(args)
-    weights = [_weight(c, w, f, exact) for c, w, f, exact in p.routes if c.array is None]
+    weights = _weights(p)
     total = sum({(c.source, c.rows): w.nbytes for c, w, _, _ in p.routes if c.array is None}.values())
     if args.json:
         programs = {"before": str(p.traced).splitlines(), "after": str(p.program).splitlines()}
@@ -104,7 +104,10 @@ def explain(args: argparse.Namespace) -> int:
     if args.prefill is not None:
         plans = {"prefill": _plan(args, ahead=True), **plans}
     if args.json:
-        found = {phase: {**_facts(p), "calls": [_explained(c) for c in _choices(p)]} for phase, p in plans.items()}
+        found = {
+            phase: {**_facts(p), "calls": [_explained(c) for c in _choices(p)], "weights": _weights(p)}
+            for phase, p in plans.items()
+        }
         print(json.dumps({**found["decode"], **({"prefill": found["prefill"]} if "prefill" in found else {})}))
         return 0
     for phase, p in plans.items():
@@ -132,6 +135,9 @@ def _print_explained(p: Plan) -> None:
     _print_table([("CALL", "KERNEL", "WHY", "NEXT"), *shown], [" ".join(map(key, row)) for row in rows])
     print(f"\n{len(calls)} calls on {p.backend.name}:")
     print("\n".join(f"{n:6} x {name}" for name, n in Counter(c["kernel"] for c in calls).most_common()))
+    ways = Counter((w["storage"], w["resident"], "" if w["lossless"] else " (lossy)") for w in _weights(p))
+    print("\nweights, as stored and as resident (`trivium inspect` has each):")
+    print("\n".join(f"{n:6} x {stored} -> {resident}{lossy}" for (stored, resident, lossy), n in ways.most_common()))
 
 
 def _label(call: Call) -> str:
@@ -192,9 +198,12 @@ def _parameters(program: Program) -> int:
     return sum(math.prod(map(int, shape)) for shape in once.values())
 
 
-def _weight(constant: Any, weight: Any, resident: Any, exact: bool) -> dict[str, Any]:
-    names = {"name": constant.value.name, "source": constant.source, "shape": list(weight.shape)}
-    return {**names, "storage": weight.format, "resident": resident.name, "lossless": exact, "bytes": weight.nbytes}
+def _weights(p: Plan) -> list[dict[str, Any]]:
+    return [
+        {"name": constant.value.name, "source": constant.source, "shape": list(weight.shape), "storage": weight.format,
+         "resident": resident.name, "lossless": exact, "bytes": weight.nbytes}
+        for constant, weight, resident, exact in p.routes if constant.array is None
+    ]  # fmt: skip
 
 
 def _explained(choice: Choice) -> dict[str, Any]:
@@ -205,7 +214,8 @@ def _explained(choice: Choice) -> dict[str, Any]:
     if choice.kernel is None:
         why = "; ".join(refused) or "the backend has no kernel for it"
         return {"call": str(choice.call), "kernel": HOST, "why": why, "next": ["nothing"]}
-    why = "; ".join([_reason(choice.next, choice.kernel.priority), *refused])
+    reasons = [_reason(choice.next, choice.kernel.priority), choice.kernel.note(choice.call), *refused]
+    why = "; ".join(reason for reason in reasons if reason)
     return {"call": str(choice.call), "kernel": kernel_name(choice.kernel), "why": why, "next": following}
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -81,7 +81,7 @@ class _Feeder:
     def _inputs(self) -> dict[str, Array]:
         given = {
             "sample_rows" if arg.name == "rows" else arg.name: np.asarray(value, np.int32)
-            for arg, value in zip(self._args, self._case.args) if arg.dtype == "int32" and arg.name != "ids"
+            for arg, value in zip(self._args, self._case.args) if arg.dtype == "int32" and arg.name not in ("ids", "chosen")
         }  # fmt: skip
         tokens = self._tokens(given)
         starts, contexts = self._sequences(given, tokens)
@@ -106,9 +106,11 @@ class _Feeder:
         raise ValueError("no argument of the case has a row for each token")
 
     def _sequences(self, given: Mapping[str, Array], tokens: int) -> tuple[Array, Array]:
-        """query_starts and context_lens: given, or read off the slots of a paged state, else one sequence that starts here."""
+        """query_starts and context_lens: given (without lengths: all start here), or read off the slots of a paged state, else
+        one sequence that starts here."""
         if "query_starts" in given:
-            return given["query_starts"], given["context_lens"]
+            starts = given["query_starts"]
+            return starts, given.get("context_lens", np.diff(starts))
         state = next((s for s in self._case.args if isinstance(s, PagedState)), None)
         if state is None:
             return np.array([0, tokens], np.int32), np.array([tokens], np.int32)
@@ -131,6 +133,31 @@ class _Feeder:
         route = self.b.moe_route(self._rows("router", logits), None, top_k=ids.shape[1], scoring="sigmoid", normalize=False)
         return dict(zip(("weights", "ids"), route))
 
+    def _chosen(self, chosen: Array) -> Value:
+        """chosen[tokens, n] out of an indexer: position j has the key that is 1 at j, and a token's query is n at what it wants
+        most, then n - 1 and so on. All these numbers are exact in any dtype."""
+        starts, contexts = self.inputs["query_starts"], self.inputs["context_lens"]
+        tokens, n = chosen.shape
+        size, longest = self._page_size, int(contexts.max())
+        q = np.zeros((tokens, longest), np.float32)
+        for row, wanted in zip(q, chosen):
+            row[wanted[wanted >= 0]] = n - np.arange(int((wanted >= 0).sum()))
+        blocks = -(-longest // size)
+        table = np.arange(len(contexts) * blocks, dtype=np.int32).reshape(len(contexts), blocks)
+        k, v = (np.zeros((table.size, size, 1, width), np.float32) for width in (longest, 1))
+        own = np.concatenate([np.arange(c - e + b, c) for c, b, e in zip(contexts, starts, starts[1:])])
+        at = np.arange(longest)
+        k[table[:, at // size], at % size, 0, at] = 1
+        seqs = np.repeat(np.arange(len(contexts)), np.diff(starts))
+        slots = table[seqs, own // size].astype(np.int64) * size + own % size
+        self.states.append(PagedState(k, v, table, slots))
+        keys = self.b.state("index", LatentKV(longest, 1))
+        heads = self._rows("index.q", np.concatenate([q, np.zeros((tokens, 1), np.float32)], axis=1))
+        return cast(Value, self.b.top_positions(
+            self.b.reshape(heads, shape=("tokens", 1, longest + 1)), self._rows("index.weights", np.ones((tokens, 1), np.float32)),
+            keys, self.b.input("query_starts"), self.b.input("context_lens"), top_k=n,
+        ))  # fmt: skip
+
     def _value(self, i: int, arg: Arg, value: Any, routed: Mapping[str, Value]) -> Value | None:
         if value is None:
             return None
@@ -138,6 +165,8 @@ class _Feeder:
             return routed[arg.name]
         if arg.is_state:
             return self._state(i, value)
+        if arg.name == "chosen":
+            return self._chosen(value)
         if arg.dtype == "int32":
             return self.b.input("sample_rows" if arg.name == "rows" else arg.name)
         if arg.dtype == "weight":

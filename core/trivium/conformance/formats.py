@@ -25,8 +25,6 @@ WIDE = (256, 512)
 """A matrix that needs no padding, for its size in memory."""
 LARGER = 1.5
 """Times the declared bits that it may take."""
-ACTIVATION_BUDGET = 0.02
-"""Relative error that a projection with weights below 16 bits may add, for it may round its input to 8 bits a number."""
 
 
 def checks(lab: Lab) -> Iterator[Check]:
@@ -110,8 +108,7 @@ def _judge_use(lab: Lab, weight: Weight, resident: WeightFormat, rows: int) -> f
     if resident.bits >= 16:
         coarser = [dtype, resident.name if resident.name in PLAIN else "bfloat16"]
         expect_close("linear", *linear, tolerance(OPERATORS["linear"], coarser))
-        return expect_relative("linear", *linear, ACTIVATION_BUDGET)
-    return expect_relative("linear", *linear, ACTIVATION_BUDGET)
+    return expect_relative("linear", *linear, resident.activation_budget)
 
 
 def _run(lab: Lab, name: str, case: Case, weight: Weight, resident: WeightFormat) -> tuple[Array, Array]:

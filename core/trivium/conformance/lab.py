@@ -84,12 +84,15 @@ class Lab:
 
     @contextlib.contextmanager
     def session(
-        self, *, dtype: str | None = None, tokens: int = 64, seqs: int = 16, length: int = 256, graphs: Sequence[int] | None = None
-    ) -> Iterator[Session]:
-        """An open session; host fallbacks are reported in rows, not as warnings. graphs: batch sizes to capture, where it can."""
+        self, *, dtype: str | None = None, tokens: int = 64, seqs: int = 16, length: int = 256,
+        graphs: Sequence[int] | None = None, queries: int = 1,
+    ) -> Iterator[Session]:  # fmt: skip
+        """An open session; host fallbacks are reported in rows, not as warnings. graphs: batch sizes to capture, where it can;
+        queries: tokens of a sequence in a captured step, where it captures several."""
         limits: dict[str, Any] = {"max_batched_tokens": min(tokens, self.step_tokens), "max_seqs": seqs, "max_model_len": length}
         if self.capabilities.graph_capture and self.backend.api_version > 1:
             limits["graph_sizes"] = (4, seqs) if graphs is None else tuple(graphs)
+            limits |= {"graph_queries": queries} if self.capabilities.graph_drafts else {}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", HostFallbackWarning)
             session = self.backend.open(self.device, {"dtype": dtype or self.dtypes[0], **limits, **self.options})

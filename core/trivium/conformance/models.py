@@ -15,7 +15,7 @@ from trivium.conformance.lab import Lab, as_weight, reference_lab
 from trivium.conformance.numbers import expect_relative
 from trivium.conformance.report import Check, Mismatch, Verdict
 from trivium.conformance.zoo import CONFIGS, random_constants
-from trivium.engine import Engine, EngineConfig, Model, RequestOutput
+from trivium.engine import Engine, EngineConfig, Model, RequestOutput, PoolingParams
 from trivium.kv import Layout, plan_groups
 from trivium.models import build
 from trivium.ops import PagedState, Program, rewrite
@@ -205,7 +205,7 @@ def open_model(
     executable = session.compile(fuse(lab, program), weights)
     return Model(
         lab.backend, lab.capabilities, session, executable, spec, count, program.vocab_size, MAX_LEN, frozenset(), "tiny",
-        None, 0, Layout("tiny", lab.backend.name, spec), None, None,
+        None, 0, PoolingParams("last", normalize=True), Layout("tiny", lab.backend.name, spec), None, None,
     )  # fmt: skip
 
 

@@ -57,6 +57,7 @@ def checks(lab: Lab) -> Iterator[Check]:
         "moved from reference": lambda lab: judge_move(lab, reference_lab(lab), lab),
         "moved to reference": lambda lab: judge_move(lab, lab, reference_lab(lab)),
         "captured = eager": judge_graphs,
+        "captured drafts = eager": judge_captured_drafts,
         f"{SHORT_REQUESTS} requests leave nothing": judge_growth,
         "close() gives memory back": judge_close,
     }
@@ -68,14 +69,17 @@ def checks(lab: Lab) -> Iterator[Check]:
 def serving(
     lab: Lab, *, config: Mapping[str, Any] = MODEL, wrap: Wrap = lambda executable: executable, budget: int = BUDGET,
     share: float = 1.0, dtype: str | None = None, kv_dtype: str | None = None, graphs: Sequence[int] | None = None,
+    drafts: int = 0,
 ) -> Iterator[Engine]:  # fmt: skip
-    """An engine with a tiny model. share: pages, as a share of what SEQS sequences of MAX_LEN tokens need (at least a few)."""
+    """An engine with a tiny model. share: pages, as a share of what SEQS sequences of MAX_LEN tokens need (at least a few). drafts:
+    tokens that are drafted at a time, from those before."""
     budget = min(budget, lab.step_tokens)
     pages = max(int(SEQS * share * MAX_LEN) // lab.page_size, MAX_LEN // lab.page_size + 1, SEQS) + 1
-    with lab.session(dtype=dtype, tokens=budget, seqs=SEQS, length=MAX_LEN, graphs=graphs) as session:
+    with lab.session(dtype=dtype, tokens=budget, seqs=SEQS, length=MAX_LEN, graphs=graphs, queries=1 + drafts) as session:
         model = open_model(lab, session, config, lambda program: pages, kv_dtype=kv_dtype)
         model = replace(model, executable=wrap(model.executable))
-        yield Engine(model, cast(Any, Numbers()), EngineConfig(SEQS, budget))
+        how = {"method": "ngram", "num_speculative_tokens": drafts, "prompt_lookup_min": 1, "adaptive": False}
+        yield Engine(model, cast(Any, Numbers()), EngineConfig(SEQS, budget, speculative=how if drafts else None))
 
 
 def greedy(lengths: Sequence[int], max_tokens: int, *, avoid: int = -1) -> list[Request]:
@@ -286,6 +290,21 @@ def judge_graphs(lab: Lab) -> Verdict:
     return Verdict(
         f"batches of 1 to 7, {sum(len(ids) for ids, _ in runs[0])} tokens; logprobs within {max(differences, default=0):.2g}"
     )
+
+
+def judge_captured_drafts(lab: Lab) -> Verdict:
+    """Drafts of up to three tokens of one to four sequences, right and wrong ones: the same ids as without drafts and captures."""
+    if not lab.capabilities.graph_drafts:
+        return Verdict("the backend captures no steps of several tokens a sequence", "skipped")
+    params = [SamplingParams(max_tokens=12 + 3 * i, **GREEDY) for i in range(4)]
+    wanted = [Request(r.prompt * 3, p) for r, p in zip(greedy((2, 5, 3, 9), 1), params)]  # what comes again and again is drafted
+    want = plain(lab, wanted, graphs=())
+    with serving(lab, graphs=(1, 4, BUDGET), drafts=3) as engine:
+        found, stats = undisturbed(engine, wanted), engine.stats
+    expect_ids(found, want, "those of eager steps without drafts")
+    if not 0 < stats.accepted_tokens < stats.draft_tokens:
+        raise Mismatch(f"of {stats.draft_tokens} drafts {stats.accepted_tokens} came true: the check wants some of both kinds")
+    return Verdict(f"{stats.draft_tokens} drafts, {stats.accepted_tokens} of them right; the same ids")
 
 
 def judge_growth(lab: Lab) -> Verdict:

@@ -79,6 +79,7 @@ class Engine:
         if speculative := Speculative.of(self.config.speculative):
             drafter = drafter or lookup_drafter(speculative)
             self.speculator = Speculator(speculative, drafter, self.scheduler, self._completions, self.stats, clock)
+            self.runner.watched = drafter.watches
 
     @property
     def model(self) -> Model:
@@ -286,7 +287,7 @@ class Engine:
             self._run_alone(flight.began)
             return
         if self.speculator is not None:
-            self.speculator.measure(flight.plan, flight.seconds)
+            self.speculator.measure(flight)
         self._finish(flight, following)
 
     def _run_alone(self, began: float) -> None:

@@ -62,6 +62,8 @@ class Intake:
             raise InvalidRequestError(message, param="priority")
         ids = self._check_prompt(prompt_ids)
         pool = None if pooling is None else self._pool(pooling, params, len(ids))
+        if pool is None and not self.model.kv_spec.groups:
+            raise UnsupportedError("this model reads whole texts and makes no tokens; ask for embeddings or scores", param="prompt")
         params = SamplingParams(temperature=0.0, max_tokens=0) if pool is not None else params or SamplingParams()
         media, before = self._check_media(media, len(ids)), len(ids)
         ids = self._truncated(ids, params)
@@ -88,7 +90,7 @@ class Intake:
         if not self.model.hidden_size:
             message = f"the backend {self.model.backend.name} gives no hidden states, which embeddings are made of; choose another"
             raise UnsupportedError(message, param="pooling")
-        return Pool(pooling, tokens, self.model.hidden_size)
+        return Pool(pooling, tokens, self.model.hidden_size, self.model.pooling, whole=not self.model.kv_spec.groups)
 
     def _check_prompt(self, prompt_ids: Sequence[int]) -> list[int]:
         ids = list(prompt_ids)

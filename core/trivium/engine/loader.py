@@ -10,19 +10,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from trivium.errors import CapacityError, CheckpointError, InvalidRequestError, UnsupportedError
 from trivium.engine.adapters import Adapters
 from trivium.engine.executor import Model
+from trivium.engine.media import Images
+from trivium.engine.pooling import PoolingParams, own_pooling
 from trivium.extensions import blame, expect
 from trivium.kv import Layout, plan_groups
 from trivium.kv.neutral import rotations
-from trivium.engine.media import Images
-from trivium.models import Vision, arrange, build, describe, sight
+from trivium.models import Vision, arrange, build, count, describe, sight
+from trivium.models.decoder import HIDDEN
 from trivium.models.lora import Target, with_lora
 from trivium.models.media import MEDIA, with_media
-from trivium.ops import Constant, KVSpec, Program, Weight, rewrite
+from trivium.ops import Call, Constant, KVSpec, Operator, Program, Value, Weight, rewrite
 from trivium.plugin import Backend, Capabilities, Device, Executable, Session, WeightFormat, resolve as resolve_backend
 from trivium.plugin.guard import capabilities_of, kernels_of
 from trivium.plugin.select import accepts, patterns
@@ -83,7 +85,8 @@ class Route(NamedTuple):
 
 @dataclass(frozen=True)
 class Loaded(Model):
-    """A model that is ready to run on one device, and what became of its files. `traced`: the Program before fusion."""
+    """A model that is ready to run on one device, and what became of its files. `traced`: the Program before fusion. `inlet`: what
+    the backend has loaded of the constant HIDDEN, if it is a draft head."""
 
     name: str
     device: Device
@@ -95,6 +98,7 @@ class Loaded(Model):
     generation_config: Mapping[str, Any]
     routes: tuple[Route, ...]
     architecture: str
+    inlet: Any
 
     def close(self) -> None:
         """Closes the session, and that of the tower."""
@@ -123,18 +127,21 @@ class Plan(NamedTuple):
     routes: tuple[tuple[Constant, Weight, WeightFormat, bool], ...]
     max_model_len: int
     targets: Sequence[Target]
+    pooling: PoolingParams
     options: LoadOptions
     vision: Vision | None = None
     media_first: int | None = None
 
     @property
     def step_tokens(self) -> int:
-        """Tokens a step: as asked, which the backend must be able to, else STEP_TOKENS or the backend's limit."""
+        """Tokens a step: as asked, which the backend must be able to, else STEP_TOKENS (or, where a sequence must be whole in its
+        step, the longest one) or the backend's limit."""
         asked, limit = self.options.max_num_batched_tokens, self.capabilities.max_batched_tokens
         if asked is not None and limit is not None and asked > limit:
             message = f"max_num_batched_tokens {asked} is over this backend's limit; give {limit} or less, or leave it out"
             raise InvalidRequestError(message, param="max_num_batched_tokens")
-        return asked or min(STEP_TOKENS, limit or STEP_TOKENS)
+        usual = STEP_TOKENS if self.program.states else max(STEP_TOKENS, self.max_model_len)
+        return asked or min(usual, limit or usual)
 
 
 def plan(
@@ -164,6 +171,8 @@ def plan(
         message = f"max_model_len {max_model_len} is more than the model's {positions} positions"
         raise InvalidRequestError(message, param="max_model_len")
     vision, first = sight(checkpoint.config, path) if traced is None else None, None
+    if count(checkpoint.config, "type_vocab_size", 1) > 1 and checkpoint.config.get("sep_token_id") is None:
+        checkpoint.config["sep_token_id"] = Tokenizer.from_data(checkpoint.tokenizer_data()).separator_id
     traced = traced or build(checkpoint.config, max_model_len=max_model_len)
     if chosen.api_version < 2:
         traced = traced.only("logits")
@@ -171,14 +180,15 @@ def plan(
     if options.enable_lora:
         traced, targets = with_lora(traced, options.max_loras, options.max_lora_rank)
     kernels = kernels_of(chosen, device)
-    p = Plan(path, checkpoint, chosen, device, capabilities, traced, traced, (), max_model_len, targets, options, vision)
+    pooling = own_pooling(checkpoint.config["architectures"][0], checkpoint.modules, whole=not traced.states)
+    p = Plan(path, checkpoint, chosen, device, capabilities, traced, traced, (), max_model_len, targets, pooling, options, vision)
     if vision is not None and any(kernel.op == "media_rows" for kernel in kernels):
         traced, first = with_media(traced, p.step_tokens)
     program = rewrite(traced, patterns(kernels), accept=lambda call: accepts(call, kernels))
     p = p._replace(traced=traced, program=program, media_first=first)
     heads = {c.source for c in program.constants if c.value.name == "lm_head.weight"}
-    tables = {value for call in program.calls if call.name == "embedding" for value in call.args}
-    return p._replace(routes=tuple(_route(c, c.source in heads, c.value in tables, p) for c in program.constants))
+    parts = _parts(traced)
+    return p._replace(routes=tuple(_route(c, c.source in heads, parts.get(c.value.name), p) for c in program.constants))
 
 
 def load(
@@ -189,14 +199,15 @@ def load(
     what to change."""
     p = plan(model, backend, options, progress=progress is not None, traced=traced)
     given, words = _backend_options(p), p.checkpoint.tokenizer_data()
+    changing = p.options.enable_lora or any(c.value.name == HIDDEN for c in p.program.constants)
     with contextlib.ExitStack() as opened:
         tower, refusal = _load_tower(p, opened)
         with blame(f"backend {p.backend.name!r}: open()"):
             session: Session = expect(Session, p.backend.open(p.device, given), f"backend {p.backend.name!r}: open()")
         opened.callback(_quietly, session.close)
-        if p.options.enable_lora and type(session).assign is Session.assign:
-            message = f"the backend {p.backend.name} can't change a weight that it has loaded, which adapters need"
-            raise UnsupportedError(message, param="enable_lora")
+        if changing and type(session).assign is Session.assign:
+            message = f"the backend {p.backend.name} can't change a weight that it has loaded, which adapters and draft heads need"
+            raise UnsupportedError(message, param="enable_lora" if p.options.enable_lora else "speculative")
         with blame(f"backend {p.backend.name!r}: loading {model}"):
             loaded = _load_into(session, model, p, words, given["dtype"], progress)
         opened.pop_all()
@@ -243,21 +254,21 @@ def _load_into(
     if kv_dtype == "auto":
         kv_dtype = next(kv for kv in can.kv_dtypes if not can.kv_refused(activations, kv))
     spec = plan_groups(p.program.states, _page_size(p.capabilities.page_sizes, options.block_size), kv_dtype)
-    pages, max_model_len = _pool_size(session, spec, p)
+    program = replace(p.program, vocab_size=min(p.program.vocab_size, tokenizer.vocab_size))
+    pages, max_model_len = _pool_size(session, spec, p, program, weights)
     session.kv_store(spec, pages)
-    vocab_size = min(p.program.vocab_size, tokenizer.vocab_size)
-    program = replace(p.program, vocab_size=vocab_size)
     executable = expect(Executable, session.compile(program, weights), f"backend {p.backend.name!r}: compile()")
     routes = tuple(Route(c.value.name, w.format, f.name, exact, w.nbytes) for c, w, f, exact in p.routes if c.array is None)
     formats = blake2b(repr([(r.name, r.resident) for r in routes]).encode(), digest_size=8).hexdigest()
     producer = f"{p.backend.name} {p.backend.version}, activations {dtype}, weight formats {formats}"
     return Loaded(
         name=model, backend=p.backend, device=p.device, capabilities=p.capabilities, session=session, traced=p.traced,
-        program=program, executable=executable, kv_spec=spec, num_pages=pages, vocab_size=vocab_size,
+        program=program, executable=executable, kv_spec=spec, num_pages=pages, vocab_size=program.vocab_size,
         max_model_len=max_model_len, max_num_batched_tokens=p.step_tokens, max_num_seqs=options.max_num_seqs,
         eos_ids=_eos_ids(p.checkpoint, tokenizer), fingerprint=fingerprint, tokenizer=tokenizer, routes=routes,
         hidden_size=int(program.outputs["hidden"].shape[-1]) if "hidden" in program.outputs else 0,
         generation_config=p.checkpoint.generation_config, architecture=p.checkpoint.config["architectures"][0],
+        inlet=weights.get(HIDDEN), pooling=p.pooling,
         lora=_adapters(session, p, weights) if options.enable_lora else None,
         layout=Layout(fingerprint, producer, spec, rotations(p.traced)), media=weights.get(MEDIA), images=None,
     )  # fmt: skip
@@ -277,8 +288,9 @@ def _backend_options(p: Plan) -> dict[str, Any]:
     can, options, tokens = p.capabilities, p.options, p.step_tokens
     rows = options.max_num_seqs * (1 + options.num_speculative_tokens)
     given = {"dtype": _activations(options, can), "max_batched_tokens": tokens, "max_seqs": rows, "max_model_len": p.max_model_len}
-    if can.graph_capture and p.backend.api_version >= 2:
+    if can.graph_capture and p.backend.api_version >= 2 and p.program.states:
         given["graph_sizes"] = _graph_sizes(can, len(p.program.states), min(rows, tokens))
+        given |= {"graph_queries": 1 + options.num_speculative_tokens} if can.graph_drafts else {}
     return {**given, "strict": options.strict, **options.backend_options}
 
 
@@ -297,9 +309,32 @@ def _check_choice(param: str, value: str | None, possible: tuple[str, ...], capa
         raise InvalidRequestError(f"{param} {value!r}: {reason}; choose from auto, {known}", param=param)
 
 
-def _route(constant: Constant, head: bool, embeds: bool, p: Plan) -> tuple[Constant, Weight, WeightFormat, bool]:
+def _parts(program: Program) -> dict[str, str]:
+    """The part (embedding or linear) of the constants that may be rounded, by name: matrices of products, unless an operator does
+    something else with them, too, or what they give decides (see ops.schema), or they have one column, which makes a number each
+    what a scale would be."""
+    made = {value: call for call in program.calls for value in call.results}
+    deciding = [value for call in program.calls for value in _marked(call, "!")]
+    kept = {value for call in program.calls for value in (*_marked(call, ""), *_marked(call, "!"))}
+    while deciding:
+        if call := made.get(deciding.pop()):
+            matrices = _marked(call, "*")
+            kept.update(matrices)
+            deciding += () if matrices else _marked(call, "")
+    found = ((value, call.name) for call in program.calls for value in _marked(call, "*"))
+    rounded = ((value.name, name) for value, name in found if value not in kept and value.shape[-1:] != (1,))
+    return {constant: "embedding" if name == "embedding" else "linear" for constant, name in rounded}
+
+
+def _marked(call: Call, mark: str) -> list[Value]:
+    """The arguments that the operator's signature marks so."""
+    args = cast(Operator, call.op).signature.args
+    return [value for arg, value in zip(args, call.args) if value is not None and arg.mark == mark]
+
+
+def _route(constant: Constant, head: bool, part: str | None, p: Plan) -> tuple[Constant, Weight, WeightFormat, bool]:
     """The constant, its (sliced) checkpoint tensor, its resident format and whether that is lossless. `head`: the tensor is that of
-    the output projection; `embeds`: the constant is an embedding's table."""
+    the output projection; `part`: which `quantize` speaks of the constant, None if that must not round it."""
     formats, checkpoint = {f.name: f for f in p.capabilities.weight_formats}, p.checkpoint
     if constant.array is not None:
         array = constant.array
@@ -309,26 +344,28 @@ def _route(constant: Constant, head: bool, embeds: bool, p: Plan) -> tuple[Const
         weight = weight.slice_rows(*constant.rows)
     if weight.shape != constant.value.shape:
         raise CheckpointError(f"{constant.source} has the shape {weight.shape}; the configuration says {constant.value.shape}")
-    chosen = _choose_format(weight, head, embeds, formats, p)
+    chosen = _choose_format(weight, head, part, formats, p)
     return constant, weight, chosen, chosen.name == "float32" or weight.format in chosen.lossless_from
 
 
-def _choose_format(weight: Weight, head: bool, embeds: bool, formats: Mapping[str, WeightFormat], p: Plan) -> WeightFormat:
-    name = "float32" if len(weight.shape) < 2 else _quantised(weight, head, embeds, formats, p)
+def _choose_format(weight: Weight, head: bool, part: str | None, formats: Mapping[str, WeightFormat], p: Plan) -> WeightFormat:
+    name = "float32" if len(weight.shape) < 2 else _quantised(weight, head, part, formats, p)
     if name == "auto" and p.options.dtype != "auto":
         name = p.options.dtype if p.options.dtype in formats else "float32"
     lossless = (f for f in formats.values() if weight.format in f.lossless_from)
     return next(lossless, formats["float32"]) if name == "auto" else formats[name]
 
 
-def _quantised(weight: Weight, head: bool, embeds: bool, formats: Mapping[str, WeightFormat], p: Plan) -> str:
+def _quantised(weight: Weight, head: bool, part: str | None, formats: Mapping[str, WeightFormat], p: Plan) -> str:
     """The format that `quantize` gives to a weight, or "auto". A table that is not named is the head that it is tied to, else as
     stored; a head that is not named is held as the projections are, but in 8 bits or more unless it is stored in fewer."""
     parts = _quantised_parts(p.options.quantize)
-    part = "embedding" if embeds and (not head or "embedding" in parts) else "lm_head" if head else "linear"
+    if wrong := [name for name in parts.values() if name not in (*formats, "auto")]:
+        raise InvalidRequestError(f"quantize {wrong[0]!r} is not a format here; {', '.join(formats)} are", param="quantize")
+    if part is None:
+        return "auto"
+    part = "lm_head" if head and (part == "linear" or "embedding" not in parts) else part
     name = parts.get(part, "auto" if part == "embedding" else parts.get("linear", "auto"))
-    if name not in (*formats, "auto"):
-        raise InvalidRequestError(f"quantize {name!r} is not a format here; {', '.join(formats)} are", param="quantize")
     if part == "lm_head" not in parts and name != "auto" and formats[name].bits < 8:
         return next(f.name for f in formats.values() if weight.format in f.lossless_from or f.bits >= 8)
     return name
@@ -377,14 +414,20 @@ def _pages_for(spec: KVSpec, length: int, chunk: int) -> int:
     return sum(min(whole, -(-span // spec.page_size) + 1) for span in spans)
 
 
-def _pool_size(session: Session, spec: KVSpec, p: Plan) -> tuple[int, int]:
+def _pool_size(session: Session, spec: KVSpec, p: Plan, program: Program, weights: Mapping[str, Any]) -> tuple[int, int]:
     """(pages, max_model_len): as asked, else what the memory share holds; a context nobody asked for is cut to what fits."""
     options, max_model_len, tokens = p.options, p.max_model_len, p.step_tokens
+    if not spec.groups:
+        if options.max_model_len is not None and max_model_len > tokens:
+            message = f"texts are read whole, in one step: max_model_len {max_model_len} needs max_num_batched_tokens as large"
+            raise InvalidRequestError(message, param="max_model_len")
+        return 0, min(max_model_len, tokens)
     page_bytes = session.page_bytes(spec)
     if options.num_kv_blocks is not None:
         pages = options.num_kv_blocks
     else:
-        affordable = int(session.memory().free * p.capabilities.memory_share) // max(page_bytes, 1)
+        free = session.memory().free - session.step_bytes(program, weights, spec)
+        affordable = int(free * p.capabilities.memory_share) // max(page_bytes, 1)
         pages = min(affordable, options.max_num_seqs * _pages_for(spec, max_model_len, tokens))
     fits = bisect.bisect_right(range(1, max_model_len + 1), pages, key=lambda length: _pages_for(spec, length, tokens))
     if fits < 1:

@@ -98,7 +98,8 @@ class Flight:
 
 @dataclass(eq=False, repr=False)
 class Runner:
-    """Runs plans. `completions`: the output that each sequence under the scheduler belongs to (the engine's own mapping)."""
+    """Runs plans. `completions`: the output that each sequence under the scheduler belongs to (the engine's own mapping). watched:
+    the hidden states of all rows are wanted, for a drafter."""
 
     model: Model
     _scheduler: Scheduler
@@ -106,6 +107,7 @@ class Runner:
     _stats: Stats
     _clock: Callable[[], float]
     _kept: dict[Any, SampleInputs] = field(default_factory=dict)
+    watched: bool = False
 
     def prepare(self, plan: StepPlan, began: float) -> Flight:
         """Reserves pages and builds the arrays as far as tokens are known. A fault, here and in launch(), is raised by wait()."""
@@ -116,7 +118,7 @@ class Runner:
                 self._stats.preemptions += 1
                 self._completions[seq].request.clock.preempt(seq.order[2], began)
             self._scheduler.reserve(plan)
-            for entry, row in zip(plan.entries, rows := [sampled_rows(entry) for entry in plan.entries]):
+            for entry, row in zip(plan.entries, rows := [sampled_rows(entry, self.watched) for entry in plan.entries]):
                 flight.parts.append(Part(self._completions[entry.seq], entry, row, flight.rows, flight.pooled))
                 flight.rows += row.scores + row.sample
                 flight.pooled += row.pooled
@@ -176,6 +178,8 @@ class Runner:
 
     def wait(self, flight: Flight) -> None:
         """Until it has landed. If this raises, or the engine can't use what it gave, the flight is to be undone."""
+        if (tiers := self._scheduler.kv.tiers) is not None:
+            tiers.settle()  # while the step is still on the device
         if flight.fault is not None:
             raise flight.fault
         assert flight.step is not None

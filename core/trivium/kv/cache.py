@@ -22,12 +22,11 @@ from trivium.ops.batch import I32, I64
 class Stream:
     """Tokens of one sequence and its place in the cache.
 
-    length: tokens known. computed: how many of them are in the cache. row: its row in the block tables, -1: it holds no pages.
-    blocks: columns of its row that have pages, in every paged group; first[g]: first of them that is still held in group g. forked:
-    pages that it is going to write may have other owners, see KVCache.fork(), or are to be kept before drafts. parcel: what another
-    engine has computed of it, until it is admitted. given: how many tokens it came with. media: which of them stand for something
-    else. kept: pages of the recurrent groups with the states after `kept_at` tokens (-1: there are none), see KVCache.keeps().
-    branch: where others went on differently, as far as it is known: end of the longest prefix that lacks at most its states.
+    length: tokens known. computed: how many of them are in the cache. row: in the block tables, -1: it holds no pages. blocks:
+    columns of its row that have pages, in every paged group; first[g]: first of them that is still held in group g. forked: pages
+    that it will write may have other owners, see KVCache.fork(). parcel: what another engine computed, until it is admitted. given:
+    how many tokens it came with. media: which of them stand for something else. kept: pages of the recurrent groups with the states
+    after `kept_at` tokens (-1: none), see KVCache.keeps(). branch: end of the longest prefix that others had.
     """
 
     def __init__(self, tokens: Sequence[int], root: bytes) -> None:
@@ -205,7 +204,7 @@ class KVCache:
     def _longest(self, stream: Stream, limit: int, there: Callable[[Key], bool]) -> Hit:
         """The longest prefix for which all pages that will be read are `there`; those that the pool lacks are to be restored."""
         runs, best, stream.branch = [0] * len(self._lookback), 0, 0
-        for block in range(limit // self.page_size):
+        for block in range(limit // self.page_size if runs else 0):
             key = self._key(stream, block)
             runs = [run + 1 if there((key, g)) else 0 for g, run in enumerate(runs)]
             if all(run >= min(block + 1, back) for run, back in zip(runs, self._lookback)):
@@ -274,7 +273,7 @@ class KVCache:
             first = stream.first[g] if group.spec.paged else 0
             columns = self._tables[g, stream.row, first : self.blocks(stream.computed)].tolist()
             pages = columns if group.spec.paged else [self._states(stream)[g]]
-            tensors = [t for layer in mover.export_pages(g, pages).tensors for t in layer]
+            tensors = [t for layer in mover.start_export(g, pages)().tensors for t in layer]
             count, dtype = stream.computed - first * self.page_size, stored_dtype(self.spec, g)
             tokens = [t.reshape(-1, *t.shape[2:])[:count] if group.spec.paged else t[0] for t in tensors]
             parts.append((first * self.page_size, tuple((dtype, np.array(encode(t, dtype))) for t in tokens)))
@@ -418,7 +417,7 @@ class KVCache:
         """int32[groups, len(rows), max(blocks, 1)]: a copy of those rows, as Batch wants them."""
         return np.ascontiguousarray(self._tables.take(rows, 1)[:, :, : max(blocks, 1)])  # half of what indexing costs
 
-    def slots(self, spans: Iterable[tuple[int, int, int]]) -> I64:
+    def slots(self, spans: Sequence[tuple[int, int, int]]) -> I64:
         """int64[groups, tokens]: page * page_size + offset of tokens start..stop of each (row, start, stop); for recurrent groups
         the offset is 0. Loops over pages, never over tokens."""
         found: list[list[int]] = [[] for _ in self.spec.groups]
@@ -433,7 +432,8 @@ class KVCache:
                     at = end
             for g in self.recurrent:
                 found[g].extend([page(g, row, 0) * size] * (stop - start))
-        return np.ndarray((len(found), len(found[0])), np.int64, array("q", [slot for slots in found for slot in slots]))
+        shape = len(found), len(found[0]) if found else sum(stop - start for _, start, stop in spans)
+        return np.ndarray(shape, np.int64, array("q", [slot for slots in found for slot in slots]))
 
     def check(self, streams: Iterable[Stream]) -> None:
         """Raises AssertionError unless the pages in use are exactly those of `streams`, and none is written while it is shared."""
@@ -485,8 +485,8 @@ class KVCache:
     def _key(self, stream: Stream, block: int) -> bytes:
         """The digest of all up to the end of `block`."""
         for b in range(len(stream.keys), block + 1):
-            previous = stream.keys[-1] if b else stream.root
-            stream.keys.append(blake2b(previous + self._content(stream, b), digest_size=32).digest())
+            content = (stream.keys[-1] if b else stream.root) + self._content(stream, b)
+            stream.keys.append(blake2b(content, digest_size=32).digest())
         return stream.keys[block]
 
     def _seat(self, stream: Stream) -> None:

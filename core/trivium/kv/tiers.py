@@ -11,7 +11,7 @@ import os
 import re
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -40,7 +40,7 @@ _NAME = re.compile(r"[0-9a-f]{16}-[0-9a-f]{64}-\d+\.kvpage(\.[0-9a-f]{16}\.tmp)?
 class Mover(Protocol):
     """The part of a Session that moves pages."""
 
-    def export_pages(self, group: int, ids: Sequence[int]) -> Pages: ...
+    def start_export(self, group: int, ids: Sequence[int]) -> Callable[[], Pages]: ...
     def import_pages(self, group: int, ids: Sequence[int], pages: Pages) -> None: ...
 
 
@@ -215,7 +215,7 @@ class Tiers:
         self._layout, self._capacity, self._disk = layout, host_bytes, disk
         self._host: OrderedDict[Key, Page] = OrderedDict()
         self._reads: OrderedDict[Key, Future[Page | None]] = OrderedDict()
-        self._free = host_bytes
+        self._free, self._leaving = host_bytes, list[tuple[Callable[[], Pages], list[Evicted]]]()
         numbers = [sum(map(math.prod, layout.shapes(g, layout.spec.page_size).values())) for g in range(len(layout.spec.groups))]
         self._sizes = [n * np.dtype(TYPES[stored_dtype(layout.spec, g)]).itemsize for g, n in enumerate(numbers)]
         self.importing, self.prefill = Rate(2e9), Rate(1000.0)
@@ -223,7 +223,8 @@ class Tiers:
 
     def where(self, key: Key) -> str | None:
         """ "host", "disk", or None: it is nowhere."""
-        return "host" if key in self._host else "disk" if self._disk is not None and self._disk.holds(key) else None
+        held = key in self._host or any(key == e.key for _, mine in self._leaving for e in mine)
+        return "host" if held else "disk" if self._disk is not None and self._disk.holds(key) else None
 
     def worth(self, keys: Iterable[Key], tokens: int) -> bool:
         """Whether restoring these pages is quicker than computing the `tokens` tokens that would be saved."""
@@ -243,7 +244,8 @@ class Tiers:
                     self._reads.popitem(last=False)
 
     def fetch(self, key: Key, origin: Origin) -> Page | None:
-        """A page, verified; waits for the disk if need be. None: it can't be had, and is not offered again."""
+        """A page, verified; waits for the device or the disk if need be. None: it can't be had, and is not offered again."""
+        self.settle()
         if (page := self._host.pop(key, None)) is not None:
             if page.origin == origin:
                 self._host[key] = page  # as the last to go
@@ -252,22 +254,27 @@ class Tiers:
         return (self._reads.pop(key, None) or self._disk.read(key, origin)).result() if self._disk is not None else None
 
     def save(self, mover: Mover, evicted: list[Evicted]) -> None:
-        """Takes in pages that the pool has given away. To be called before anything is written into them."""
-        groups: dict[int, dict[Key, Evicted]] = {}
-        for e in evicted:
-            if self.where(e.key) is None:
-                groups.setdefault(e.key[1], {})[e.key] = e
-        parts = [[*found.values()][at : at + EXPORTED] for found in groups.values() for at in range(0, len(found), EXPORTED)]
+        """Starts to take in pages that the pool has given away. To be called before anything is written into them."""
+        new = {e.key: e for e in evicted if self.where(e.key) is None}
+        groups = [[e for e in new.values() if e.key[1] == g] for g in range(len(self._sizes))]
+        parts = [found[at : at + EXPORTED] for found in groups for at in range(0, len(found), EXPORTED)]
         for mine in parts:
-            g = mine[0].key[1]
             try:
-                tensors = mover.export_pages(g, [e.page for e in mine]).tensors
+                self._leaving.append((mover.start_export(mine[0].key[1], [e.page for e in mine]), mine))
+            except Exception as fault:
+                self.faults.add(fault, len(mine))
+
+    def settle(self) -> None:
+        """Takes in what save() has started with, waiting for it if need be."""
+        while self._leaving:
+            landing, mine = self._leaving.pop(0)
+            try:
+                tensors = [t for layer in landing().tensors for t in layer]
             except Exception as fault:
                 self.faults.add(fault, len(mine))
                 continue
-            dtype = stored_dtype(self._layout.spec, g)
             for i, e in enumerate(mine):
-                arrays = tuple(np.array(encode(t[i], dtype)) for layer in tensors for t in layer)
+                arrays = tuple(np.array(encode(t[i], stored_dtype(self._layout.spec, e.key[1]))) for t in tensors)
                 self._put(e.key, Page(e.origin, arrays))
 
     def close(self, mover: Mover, published: list[Evicted]) -> None:
@@ -278,6 +285,7 @@ class Tiers:
                 self._disk.write(key, page)
             self._free = 0
             self.save(mover, published)
+            self.settle()
 
     def _put(self, key: Key, page: Page) -> None:
         self._host[key] = page

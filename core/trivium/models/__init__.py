@@ -28,21 +28,21 @@ class Family(NamedTuple):
     """`build(info, max_model_len)` traces the Program; `defaults`: what configuration files of the family may leave out;
     `read(architecture, configuration with defaults)`: the checked sizes, for a family that writes them under other keys;
     `arrange(configuration, tensors)`: the tensors as the Program names them, for a family whose checkpoints cut them otherwise;
-    `vision(configuration, the checkpoint's folder)`: how it sees, None if it does not."""
+    `vision(configuration, the checkpoint's folder)`: how it sees, None if it does not; `draft(info, max_model_len)`: as `build`,
+    the Program of the head for multi-token prediction, see decoder.HIDDEN."""
 
     build: Callable[[ModelInfo, int | None], Program]
     defaults: RawConfig
     read: Callable[[str, RawConfig], ModelInfo] = read_info
     arrange: Callable[[RawConfig, Tensors], Tensors] = lambda config, tensors: tensors
     vision: Callable[[RawConfig, Path], Vision] | None = None
+    draft: Callable[[ModelInfo, int | None], Program] | None = None
 
 
 ARCHITECTURES: Mapping[str, Family] = {
     "LlamaForCausalLM": Family(llama.build_llama, llama.LLAMA_DEFAULTS),
-    "MistralForCausalLM": Family(llama.build_mistral, llama.MISTRAL_DEFAULTS),
     "Qwen2ForCausalLM": Family(llama.build_qwen2, llama.QWEN2_DEFAULTS),
     "Qwen3ForCausalLM": Family(llama.build_qwen3, llama.QWEN3_DEFAULTS),
-    "Phi3ForCausalLM": Family(llama.build_phi3, llama.PHI3_DEFAULTS),
 }
 
 
@@ -56,14 +56,19 @@ def describe(config: RawConfig) -> ModelInfo:
     return family.read(architecture, flatten(config, family.defaults))
 
 
-def build(config: RawConfig, *, max_model_len: int | None = None) -> Program:
+def build(config: RawConfig, *, max_model_len: int | None = None, draft: bool = False) -> Program:
     """The Program of the model: output "logits"[rows, vocab_size] for the rows in the input "sample_rows", and "hidden"[pooled,
     hidden_size], what the output projection reads, for those in "pool_rows".
 
     `max_model_len`: the longest context that will be used, in tokens (default: what the model allows); frequency tables that
-    depend on the length (LongRoPE, dynamic) are chosen by it. Raises as `describe`.
+    depend on the length (LongRoPE, dynamic) are chosen by it. `draft`: the Program of its head for multi-token prediction, whose
+    token t goes with the hidden state that the model made of the token before. Raises as `describe`.
     """
-    return _family(config)[1].build(describe(config), max_model_len)
+    name, family = _family(config)
+    trace = family.draft if draft else family.build
+    if trace is None:
+        raise UnsupportedError(f"{name} has no head for multi-token prediction, or none that is supported", param="speculative")
+    return trace(describe(config), max_model_len)
 
 
 def arrange(config: RawConfig, tensors: Tensors) -> Tensors:
@@ -85,7 +90,8 @@ def _family(config: RawConfig) -> tuple[str, Family]:
         return names[0], ARCHITECTURES[names[0]]
     family, what = find("model", names[0], Family)
     if family is not None:
-        calls = [call and blame(what)(call) for call in (family.build, family.read, family.arrange, family.vision)]
+        optional = (family.vision, family.draft)
+        calls = [call and blame(what)(call) for call in (family.build, family.read, family.arrange, *optional)]
         return names[0], Family(calls[0], family.defaults, *calls[1:])
     import difflib
 

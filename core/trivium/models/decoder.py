@@ -10,6 +10,9 @@ from trivium.ops import OPERATORS, Builder, PagedKV, Program, Value
 from trivium.ops.rope import rope_from_config
 
 Rotation = Callable[[Value], Value]
+HIDDEN, DRAFT_ROWS = "draft.hidden", 256
+"""The constant [DRAFT_ROWS, 1, hidden] of a draft head's Program that hidden states of the target are put in before each step: the
+one of token t is row adapters[t]."""
 
 
 class Decoder:

@@ -1,7 +1,7 @@
 """Llama and the families that share its graph, each with what its configuration adds.
 
-Sources: Touvron et al. 2023, "LLaMA"; Jiang et al. 2023, "Mistral 7B"; Yang et al. 2024, "Qwen2 Technical Report"; Yang et al.
-2025, "Qwen3 Technical Report"; Abdin et al. 2024, "Phi-3 Technical Report"; keys as in their config.json.
+Sources: Touvron et al. 2023, "LLaMA"; Yang et al. 2024, "Qwen2 Technical Report"; Yang et al. 2025, "Qwen3 Technical Report"; keys
+as in their config.json.
 """
 
 from __future__ import annotations
@@ -11,26 +11,14 @@ from trivium.models.decoder import Decoder
 from trivium.ops import Program
 
 LLAMA_DEFAULTS: RawConfig = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 10000.0}
-MISTRAL_DEFAULTS: RawConfig = {**LLAMA_DEFAULTS, "sliding_window": 4096, "num_key_value_heads": 8}
 QWEN2_DEFAULTS: RawConfig = {**LLAMA_DEFAULTS, "max_window_layers": 28}
 QWEN3_DEFAULTS: RawConfig = {**QWEN2_DEFAULTS, "head_dim": 128}
-PHI3_DEFAULTS: RawConfig = {**LLAMA_DEFAULTS, "rms_norm_eps": 1e-5}
 
 
 def build_llama(info: ModelInfo, max_model_len: int | None, windows: tuple[int | None, ...] | None = None) -> Program:
     """Llama, SmolLM2: attention over all positions (or within `windows`); optional biases."""
     bias, mlp_bias = flag(info.config, "attention_bias", False), flag(info.config, "mlp_bias", False)
     return Decoder(info, max_model_len).pre_norm(windows or (None,) * info.layers, bias=bias, out_bias=bias, mlp_bias=mlp_bias)
-
-
-def build_mistral(info: ModelInfo, max_model_len: int | None) -> Program:
-    """Mistral: every layer attends within `sliding_window`, if there is one."""
-    return build_llama(info, max_model_len, info.windows(lambda layer: True))
-
-
-def build_phi3(info: ModelInfo, max_model_len: int | None) -> Program:
-    """Phi-3, Phi-3.5, Phi-4-mini: fused projections, LongRoPE, rotation of a part of each head, an optional window."""
-    return Decoder(info, max_model_len).pre_norm(info.windows(lambda layer: True), fused=True)
 
 
 def build_qwen2(info: ModelInfo, max_model_len: int | None) -> Program:

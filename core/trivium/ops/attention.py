@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 import numpy as np
 
 from trivium.errors import ProgramError
-from trivium.ops.examples import STEPS, Array, Draw, operator, sequences
+from trivium.ops.examples import STEPS, Array, Draw, normal, operator, sequences
 from trivium.ops.state import PagedState
+
+BLOCK = 128
+"""Queries of a whole sequence that are computed together; their scores have to fit into memory."""
 
 
 def write_slots(pages: Array, slots: Array, rows: Array) -> None:
@@ -50,10 +54,15 @@ def attend(q: Array, k: Array, v: Array, visible: Array, scale: float, softcap: 
     return np.array(found, np.float32).reshape(shape)
 
 
-def _attend_one(q: Array, k: Array, v: Array, scale: float, softcap: float | None, sinks: Array | None) -> Array:
-    """q[heads, d], k[keys, kv_heads, d], v[keys, kv_heads, e] -> [kv_heads, heads / kv_heads, e]."""
+def _attend_one(
+    q: Array, k: Array, v: Array, scale: float, softcap: float | None, sinks: Array | None, unseen: Array | None = None
+) -> Array:
+    """q[heads, d], k[keys, kv_heads, d], v[keys, kv_heads, e] -> [kv_heads, heads / kv_heads, e]. unseen bool[heads / kv_heads,
+    keys]: what takes no part."""
     kv_heads = k.shape[1]
     scores = np.matmul(q.reshape(kv_heads, -1, q.shape[-1]), k.transpose(1, 2, 0)) * np.float32(scale)
+    if unseen is not None:
+        scores[:, unseen] = -np.inf
     if softcap is not None:
         scores = np.float32(softcap) * np.tanh(scores / np.float32(softcap))
     sink = np.float32(-np.inf) if sinks is None else sinks.reshape(kv_heads, -1, 1)
@@ -120,6 +129,26 @@ def chunked_attention(q: Array, kv: PagedState, query_starts: Array, context_len
     return y
 
 
+@operator(
+    "q[tokens, heads, head_dim], k[tokens, kv_heads, head_dim], v[tokens, kv_heads, head_dim], query_starts[seqs+1]:int32"
+    " -> y[tokens, heads, head_dim]", {"scale": 0.2}, {"scale": 0.2, "window": 3}, {"scale": 0.1, "window": 40},
+    sizes={"step": (*STEPS, sequences([150, 7], [150, 7]))}, tolerance=4,
+)  # fmt: skip
+def bidirectional_attention(q: Array, k: Array, v: Array, query_starts: Array, *, scale: float, window: int | None = None) -> Array:
+    """softmax(scale · q·kᵀ) · v without pages: token i reads the step's tokens j of its own sequence, earlier and later ones; with
+    `window` those with |i - j| <= window only. Head h reads kv head h // (heads / kv_heads). A sequence that is read from both ends
+    must be whole in its step (Devlin et al., "BERT", 2019; the window as in Beltagy et al., "Longformer", 2020)."""
+    y, reach = np.zeros_like(q), len(q) if window is None else window
+    for begin, end in itertools.pairwise(query_starts.tolist()):
+        for first in range(begin, end, BLOCK):
+            at = np.arange(first, min(first + BLOCK, end))
+            keys = np.arange(max(first - reach, begin), min(at[-1] + 1 + reach, end))
+            unseen = np.tile(abs(at[:, None] - keys) > reach, (q.shape[1] // k.shape[1], 1))
+            found = _attend_one(q[at].swapaxes(0, 1).reshape(-1, q.shape[-1]), k[keys], v[keys], scale, None, None, unseen)
+            y[at] = found.reshape(q.shape[1], len(at), -1).swapaxes(0, 1)
+    return y
+
+
 @operator("kv:LatentKV, latent[tokens, rank], rope[tokens, rope_dim] -> kv:LatentKV")
 def latent_write(kv: PagedState, latent: Array, rope: Array) -> PagedState:
     """Stores the compressed keys-and-values and the rotated key parts of the step's tokens in their slots (-1: nowhere)."""
@@ -141,4 +170,49 @@ def latent_attention(
     y = np.zeros_like(q_latent)
     for rows, latent, rope, visible in sequences_of(kv, query_starts, context_lens):
         y[rows] = attend(q[rows], np.concatenate([latent, rope], axis=-1), latent, visible, scale, None, None)
+    return y
+
+
+@operator(
+    "q[tokens, heads, dk], weights[tokens, heads], keys:LatentKV, query_starts[seqs+1]:int32, context_lens[seqs]:int32"
+    " -> positions[tokens, top_k]:int32", {"top_k": 3}, {"top_k": 20},
+    draw={"q": lambda d: normal(d.rng, *d.shape[:2], d.call["rank"] + d.call["rope_dim"])},
+)  # fmt: skip
+def top_positions(q: Array, weights: Array, keys: PagedState, query_starts: Array, context_lens: Array, *, top_k: int) -> Array:
+    """The positions that each token is to read, of those up to its own the top_k with the largest sum over heads h of
+    weights[h] · relu(q[h] · key), best first, the lower one at equal sums; -1 behind them where there are fewer. A key is its two
+    stored parts, one behind the other (the indexer of DeepSeek-AI, "DeepSeek-V3.2", 2025)."""
+    found = np.full((len(q), top_k), -1, np.int32)
+    for rows, *parts, visible in sequences_of(keys, query_starts, context_lens):
+        key = np.concatenate(parts, axis=-1)[:, 0]
+        for t, seen in enumerate(visible, rows.start):
+            worth = weights[t] @ np.maximum(q[t] @ key[seen].T, 0)
+            best = np.argsort(-worth, kind="stable")[:top_k]
+            found[t, : len(best)] = best
+    return found
+
+
+def _some_positions(d: Draw) -> list[Array]:
+    """Of each token up to top_k positions that it sees, in any order, then -1."""
+    ends, count = d.step.query_starts[1:], d.shape[1]
+    own = [c - e + t for c, b, e in zip(d.step.context_lens, d.step.query_starts, ends) for t in range(b, e)]
+    return [np.r_[d.rng.permutation(p + 1), np.full(count, -1)][:count] for p in own]
+
+
+@operator(
+    "q_latent[tokens, heads, rank], q_rope[tokens, heads, rope_dim], kv:LatentKV, query_starts[seqs+1]:int32,"
+    " context_lens[seqs]:int32, chosen[tokens, top_k]:int32 -> y[tokens, heads, rank]", {"scale": 0.2},
+    draw={"chosen": _some_positions}, sizes={"top_k": (1, 2, 5, 12, 9, 3)}, tolerance=4,
+)  # fmt: skip
+def sparse_latent_attention(
+    q_latent: Array, q_rope: Array, kv: PagedState, query_starts: Array, context_lens: Array, chosen: Array, *, scale: float
+) -> Array:
+    """latent_attention of which each token reads nothing but the positions chosen for it: one at least, none twice and none behind
+    its own; -1 stands for none (DeepSeek-AI, "DeepSeek-V3.2", 2025)."""
+    q, y = np.concatenate([q_latent, q_rope], axis=-1), np.zeros_like(q_latent)
+    for rows, latent, rope, visible in sequences_of(kv, query_starts, context_lens):
+        seen = np.zeros_like(visible)
+        for one, at in zip(seen, chosen[rows]):
+            one[at[at >= 0]] = True
+        y[rows] = attend(q[rows], np.concatenate([latent, rope], axis=-1), latent, seen, scale, None, None)
     return y

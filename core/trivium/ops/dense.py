@@ -14,7 +14,7 @@ from trivium.ops.schema import Shape
 
 
 @operator(
-    "token_ids[tokens]:int32, weight[vocab, hidden]:weight -> y[tokens, hidden]",
+    "token_ids[tokens]:int32, weight[vocab, hidden]:weight* -> y[tokens, hidden]",
     {"token_ids": lambda d: d.integers(11)}, {"token_ids": lambda d: d.integers(11), "scale": 0.5},
 )  # fmt: skip
 def embedding(token_ids: Array, weight: Array, *, scale: float = 1.0) -> Array:
@@ -22,7 +22,19 @@ def embedding(token_ids: Array, weight: Array, *, scale: float = 1.0) -> Array:
     return weight[token_ids] * np.float32(scale)
 
 
-@operator("x[..., in], weight[out, in]:weight, bias[out]:weight? -> y[..., out]", {"bias": None}, {}, tolerance=4)
+@operator(
+    "token_ids[tokens]:int32, weight[segments, hidden]:weight, query_starts[seqs+1]:int32 -> y[tokens, hidden]",
+    {"separator": 3}, draw={"token_ids": lambda d: d.integers(6)}, sizes={"segments": (2, 1, 3, 2, 2, 1)},
+)  # fmt: skip
+def segment_embedding(token_ids: Array, weight: Array, query_starts: Array, *, separator: int) -> Array:
+    """Row s of the table, where s separators stand before the token in its sequence; the last row where there are more. So the
+    texts of a pair are told apart (Devlin et al., "BERT", 2019)."""
+    before = np.cumsum([0, *(token_ids == separator)])
+    first = np.repeat(before[query_starts[:-1]], np.diff(query_starts))
+    return np.asarray(weight[np.minimum(before[:-1] - first, len(weight) - 1)])
+
+
+@operator("x[..., in], weight[out, in]:weight*, bias[out]:weight? -> y[..., out]", {"bias": None}, {}, tolerance=4)
 def linear(x: Array, weight: Array, bias: Array | None = None) -> Array:
     """y = x · weightᵀ + bias. Each row is a product of its own: in one product of all, the order of the sums, and with it the last
     bits of a row, would depend on how many rows there are."""

@@ -164,7 +164,7 @@ def operator(
 
 def _sizes(signature: Signature, sizes: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
     """The sizes of each call, by the names of the dimensions; "..." is a tuple of them."""
-    in_step = any(arg.name == "context_lens" for arg in signature.args)
+    in_step = any(arg.name == "query_starts" for arg in signature.args)
     columns = {**SIZES, "step": STEPS if in_step else [sequences([n], [n + 3]) for n in ROWS], **sizes}
     calls = [dict(zip(columns, call)) for call in zip(*columns.values())]
     for call in calls:

@@ -47,7 +47,7 @@ _ROUTES: Sequence[Mapping[str, Any]] = (
 
 
 @operator(
-    "logits[tokens, experts], bias[experts]:weight? -> weights[tokens, top_k], ids[tokens, top_k]:int32",
+    "logits[tokens, experts]!, bias[experts]:weight? -> weights[tokens, top_k], ids[tokens, top_k]:int32",
     *({**route, "bias": bias} for route in _ROUTES for bias in (None, times(0.1))),
     sizes={"experts": (16,) * 6}, infer=_infer_route,
 )  # fmt: skip
@@ -76,7 +76,7 @@ def moe_route(
 
 
 @operator(
-    "logits[tokens, experts] -> weights[tokens, top_k], ids[tokens, top_k]:int32", {"top_k": 2},
+    "logits[tokens, experts]! -> weights[tokens, top_k], ids[tokens, top_k]:int32", {"top_k": 2},
     {"top_k": 3, "jitter": 0.25, "logits": times(3)},
 )  # fmt: skip
 def sparse_mixer_route(logits: Array, *, top_k: int, jitter: float = 0.01) -> tuple[Array, Array]:
@@ -99,8 +99,8 @@ def _expert_ids(d: Draw) -> list[Array]:
 
 
 @operator(
-    "x[tokens, hidden], weights[tokens, top_k], ids[tokens, top_k]:int32, gate[experts, inter, hidden]:weight,"
-    " up[experts, inter, hidden]:weight, down[experts, hidden, inter]:weight, gate_bias[experts, inter]:weight?,"
+    "x[tokens, hidden], weights[tokens, top_k], ids[tokens, top_k]:int32, gate[experts, inter, hidden]:weight*,"
+    " up[experts, inter, hidden]:weight*, down[experts, hidden, inter]:weight*, gate_bias[experts, inter]:weight?,"
     " up_bias[experts, inter]:weight?, down_bias[experts, hidden]:weight? -> y[tokens, hidden]",
     {"gate_bias": None, "up_bias": None, "down_bias": None}, CLIPPED, {"kind": "gelu_tanh"},
     draw={"weights": Draw.uniform, "ids": _expert_ids}, tolerance=16,

@@ -49,6 +49,15 @@ class Constant:
     array: npt.NDArray[np.float32] | None = None
 
 
+class InputScale(NamedTuple):
+    """How a checkpoint rounds a matrix' inputs to 8 bits, those of all tokens alike: x becomes the whole number nearest to
+    x / scale + offset (of two, the even one) within -128..127, which stands for scale * (whole - offset). scale > 0; offset: within
+    -128..127."""
+
+    scale: float
+    offset: int
+
+
 @dataclass(frozen=True)
 class Weight:
     """One checkpoint tensor on its way to a backend, as it is stored.
@@ -56,7 +65,8 @@ class Weight:
     shape: logical, e.g. (out, in). format: "float32", "float16", "bfloat16" or a block format's name in lower case
     ("q4_1", "q6_k", ...). data: for the float formats an array of `shape` (bfloat16 as uint16 bit patterns); for block formats
     uint8[rows, bytes per row]. It may be a memory map: don't write to it. `decoder(data)` gives float32[shape], exactly.
-    origin: where the data comes from, equal only for equal data; "" where nobody knows.
+    origin: where the data comes from, equal only for equal data; "" where nobody knows. inputs: how the checkpoint means the
+    matrix' inputs to be rounded; a resident format decides, and one that leaves them as they are is more exact.
     """
 
     name: str
@@ -65,6 +75,7 @@ class Weight:
     data: npt.NDArray[Any]
     decoder: Callable[[npt.NDArray[Any]], npt.NDArray[np.float32]]
     origin: str = ""
+    inputs: InputScale | None = None
 
     def decode(self) -> npt.NDArray[np.float32]:
         """The exact numbers, float32[shape]."""

@@ -20,7 +20,7 @@ def spans(s: RecurrentState, query_starts: Array, context_lens: Array) -> Iterat
 
 
 @operator(
-    "q[tokens, heads, dk], k[tokens, heads, dk], v[tokens, heads, dv], g[tokens, heads], beta[tokens, heads], s:Recurrent,"
+    "q[tokens, heads, dk], k[tokens, heads, dk], v[tokens, heads, dv], g[tokens, heads]!, beta[tokens, heads]!, s:Recurrent,"
     " query_starts[seqs+1]:int32, context_lens[seqs]:int32 -> y[tokens, heads, dv], s:Recurrent", {"scale": 0.25}, tolerance=10,
     draw={"k": lambda d: d.normal() / d.shape[-1] ** 0.5, "g": lambda d: -d.uniform(), "beta": Draw.uniform,
           "s": lambda d: d.recurrent(d.call["heads"], d.call["dk"], d.call["dv"])},
@@ -46,7 +46,7 @@ def gated_delta_rule(
 
 
 @operator(
-    "x[tokens, heads, dv], dt[tokens, heads], a[heads]:weight, b[tokens, groups, dk], c[tokens, groups, dk], d[heads]:weight,"
+    "x[tokens, heads, dv], dt[tokens, heads]!, a[heads]:weight, b[tokens, groups, dk], c[tokens, groups, dk], d[heads]:weight,"
     " s:Recurrent, query_starts[seqs+1]:int32, context_lens[seqs]:int32 -> y[tokens, heads, dv], s:Recurrent",
     {}, {"dt_limits": (0.25, 0.75)}, draw={"dt": Draw.uniform, "a": lambda d: -4 * d.uniform(),
           "s": lambda d: d.recurrent(d.call["heads"], d.call["dv"], d.call["dk"])},

@@ -3,7 +3,9 @@
 A signature reads ``x[..., hidden], weight[hidden], bias[hidden]? -> y[..., hidden]``. A dimension is a name (equal names must
 have equal sizes), an integer, or ``...`` in front for any leading dimensions. ``:int32`` after the bracket gives an integer
 dtype, ``:weight`` a constant in any resident weight format, ``?`` an argument that may be absent; ``kv:PagedKV`` without a
-bracket is a state. Tensors without a suffix are activations: the backend chooses their dtype.
+bracket is a state. Tensors without a suffix are activations: the backend chooses their dtype. ``*`` at the end: a matrix of a
+product, so that rounding it (``quantize=``) costs a little noise; ``!``: an activation that decides, on which experts are asked or
+how much of a state is kept, so that what is rounded on its way costs more.
 Attributes are the reference's keyword-only parameters; one without a default is required.
 """
 
@@ -32,6 +34,7 @@ class Arg(NamedTuple):
     dims: tuple[str, ...] | None
     dtype: str
     optional: bool
+    mark: str = ""
 
     @property
     def is_state(self) -> bool:
@@ -57,7 +60,7 @@ class Case(NamedTuple):
     attrs: Mapping[str, Any] = MappingProxyType({})
 
 
-_ARG = re.compile(r"\s*(\w+)(?:\[([^\]]*)\])?(?::(\w+))?(\?)?\s*(?:,|$)")
+_ARG = re.compile(r"\s*(\w+)(?:\[([^\]]*)\])?(?::(\w+))?(\?)?([*!]?)\s*(?:,|$)")
 
 
 def _parse_args(text: str) -> tuple[Arg, ...]:
@@ -66,9 +69,9 @@ def _parse_args(text: str) -> tuple[Arg, ...]:
         m = _ARG.match(text, at)
         if m is None:
             raise ProgramError(f"operator signature: can't read {text[at:]!r}")
-        name, dims, dtype, optional = m.groups()
+        name, dims, dtype, optional, mark = m.groups()
         parsed = None if dims is None else tuple(d.strip() for d in dims.split(",") if d.strip())
-        args.append(Arg(name, parsed, dtype or "float", bool(optional)))
+        args.append(Arg(name, parsed, dtype or "float", bool(optional), mark))
         at = m.end()
     return tuple(args)
 

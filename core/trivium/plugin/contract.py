@@ -47,12 +47,14 @@ class Probe(NamedTuple):
 
 class WeightFormat(NamedTuple):
     """A resident format. `bits`: stored bits a weight. `lossless_from`: storage formats (Weight.format) that it holds exactly.
-    `error_budget`: relative root-mean-square error of the weights it may introduce for any other source at most (the kit checks)"""
+    `error_budget`: relative root-mean-square error of the weights it may introduce for any other source at most; below 16 bits
+    `activation_budget`: the same that a product may add, for it may round its other side to 8 bits (the kit checks both)"""
 
     name: str
     bits: float
     lossless_from: frozenset[str] = frozenset()
     error_budget: float = 0.0
+    activation_budget: float = 0.02
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,9 @@ class Capabilities:
     graph_capture: bool = False
     """Steps of one token a sequence are captured for the batch sizes in open()'s option "graph_sizes", ascending. Sizes between are
     padded up to the next; a larger step, and a size whose capture fails (with a warning), runs eagerly. The output is the same."""
+    graph_drafts: bool = False
+    """Captured, too, are steps of up to option "graph_queries" tokens a sequence, by which drafts are verified; "graph_sizes" are
+    then numbers of tokens, and as many sequences fit at most."""
     max_graphs: int = 0
     """What the device has for captures, in units of its own; by default, the number of batch sizes."""
     graph_cost: Callable[[int], int] = lambda layers: 1
@@ -99,7 +104,8 @@ class Kernel:
     """One implementation of an operator (its name) or of a fused Pattern. Several for one operator may stand side by side.
 
     run(session, args, attrs) -> result or tuple of results, in the backend's tensors; for a backend that compiles whole Programs
-    it may be anything that its own compile() understands. supports(call) -> None, or the reason why not.
+    it may be anything that its own compile() understands. supports(call) -> None, or the reason why not. note(call): what else
+    there is to say of running it, for people.
     """
 
     op: str | Pattern
@@ -107,6 +113,7 @@ class Kernel:
     name: str = ""
     priority: int = 0
     supports: Callable[[Call], str | None] = lambda call: None
+    note: Callable[[Call], str] = field(default=lambda call: "", kw_only=True)
 
 
 class Memory(NamedTuple):
@@ -218,6 +225,17 @@ class Session(ABC):
     def close(self) -> None:
         """Gives everything back. Called once; nothing else is called afterwards."""
 
+    def start_export(self, group: int, ids: Sequence[int]) -> Callable[[], Pages]:
+        """(optional) Like export_pages, for a device whose copies run beside its steps: returns at once, and what it returns waits
+        for the copy. The pages may be written by what is run next; their content is that of now."""
+        pages = self.export_pages(group, ids)
+        return lambda: pages
+
+    def step_bytes(self, program: Program, weights: Mapping[str, Tensor], spec: KVSpec) -> int:
+        """(optional) Bytes that the largest step takes for a time, beside weights and pages, found by running one: the pages take
+        memory_share of what it leaves. Asked before kv_store(), and only if the user doesn't say how many pages there are to be."""
+        return 0
+
     def assign(self, tensor: Tensor, index: int, array: npt.NDArray[np.float32]) -> None:
         """(optional) Overwrites entry `index` of the first of the three dimensions of a weight that load() made in "float32";
         steps that are run from then on see it. Never called while a step runs. Adapters need it."""
@@ -272,5 +290,5 @@ class Backend(ABC):
     @abstractmethod
     def open(self, device: Device, options: Mapping[str, Any]) -> Session:
         """Opens a device. `options`: "dtype" (activations), "max_batched_tokens", "max_seqs", "max_model_len", "strict" (refuse
-        operators without a kernel), "graph_sizes" (only with graph_capture), and what the user passed for this backend; an unknown
-        one is an InvalidRequestError."""
+        operators without a kernel), "graph_sizes" (only with graph_capture), "graph_queries" (only with graph_drafts), and what the
+        user passed for this backend; an unknown one is an InvalidRequestError."""

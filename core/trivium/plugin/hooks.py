@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from trivium.models import Family
     from trivium.text.syntaxes import ReasoningSyntax, ToolSyntax
-    from trivium.weights.gguf_models import GGUFModel
+    from trivium.weights import Checkpoint
 
 hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)
@@ -41,6 +41,9 @@ WeightReader = Callable[[Mapping[str, Any], Tensors], Tensors]
 several (packed numbers, scales, zero points) it makes one Weight, whose `data` has the weight's rows first, so that rows can be cut
 out, whose `decoder` gives exactly the numbers that the format means, and whose `format` is a name of its own, or one that backends
 know where the data is repacked without loss. Other tensors are handed on as they are."""
+CheckpointReader = Callable[[Path], "Checkpoint"]
+"""(the file) -> the model in it, whose configuration has the keys of config.json and whose tensors have canonical names. What is
+wrong with the file is a CheckpointError, what can't be read an UnsupportedError."""
 TokenizerFactory = Callable[[Path, Mapping[str, Any]], "tokenizers.Tokenizer"]
 """(the checkpoint's folder, tokenizer_config.json) -> what encodes, of the library `tokenizers`, with its decoder."""
 ModelSource = Callable[[str, "Path | None", bool, bool], "str | Path"]
@@ -61,12 +64,19 @@ class Hooks:
         """Returns a model family: configuration -> Program. NAME: what config.json has under "architectures"."""
 
     @hookspec
-    def trivium_gguf_model(self) -> GGUFModel:  # type: ignore[empty-body]
-        """Returns what the tensors and keys of GGUF files of one architecture mean. NAME: their "general.architecture"."""
+    def trivium_checkpoint(self) -> CheckpointReader:  # type: ignore[empty-body]
+        """Returns what opens a model that is one file. NAME: the suffix of such files, without the dot."""
+
+    @hookspec
+    def trivium_gguf_model(self) -> object:
+        """Returns a `trivium_formats.gguf.GGUFModel`: what the tensors and keys of GGUF files of one architecture mean. NAME: their
+        "general.architecture"."""
 
     @hookspec
     def trivium_weight_format(self) -> WeightReader:  # type: ignore[empty-body]
-        """Returns the reader of a storage format. NAME: the "quant_method" in the quantization_config of config.json."""
+        """Returns the reader of a storage format. NAME: the "quant_method" in the quantization_config of config.json; or,
+        ending in ".json", a file beside it: where config.json has none, that file's object is read, its keys named as tensors
+        are."""
 
     @hookspec
     def trivium_tokenizer(self) -> TokenizerFactory:  # type: ignore[empty-body]

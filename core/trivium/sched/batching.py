@@ -24,12 +24,14 @@ class RowMap(NamedTuple):
     pooled: int = 0
 
 
-def sampled_rows(entry: Entry) -> RowMap:
-    """The rows an entry wants, in ascending order of position: first those to score, then those to sample."""
+def sampled_rows(entry: Entry, watched: bool = False) -> RowMap:
+    """The rows an entry wants, in ascending order of position: first those to score, then those to sample. watched: the hidden
+    states of all rows are wanted of sequences that want none themselves."""
     seq, end = entry.seq, entry.start + entry.tokens
     first = max(entry.start, seq.scored)
     draws = 1 + len(entry.draft) if end == seq.length < seq.limit else 0
-    return RowMap(first, max(min(end, seq.score_end) - first, 0), draws, max(end - max(entry.start, seq.pooled), 0))
+    pooled = entry.start if watched and seq.pooled > seq.length else max(entry.start, seq.pooled)
+    return RowMap(first, max(min(end, seq.score_end) - first, 0), draws, max(end + len(entry.draft) - pooled, 0))
 
 
 def make_batch(entries: Seq[Entry], rows: Seq[RowMap], kv: KVCache, sampling: SampleInputs) -> Batch:
@@ -49,7 +51,7 @@ def make_batch(entries: Seq[Entry], rows: Seq[RowMap], kv: KVCache, sampling: Sa
             wanted.extend(range(first + offset, first + offset + scores))
         wanted.extend(range(known + offset - 1, known + offset - 1 + sample))
         if pooled:
-            pool_rows.extend(range(known + offset - pooled, known + offset))
+            pool_rows.extend(range(end + offset - pooled, end + offset))
         starts.append(end + offset)
         ends.append(end)
         spans.append((seq.row, start, end))

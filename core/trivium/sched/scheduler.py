@@ -292,10 +292,12 @@ class _Planner:
         return True
 
     def _chunk(self, seq: Sequence, start: int, rows: int) -> int:
-        """Tokens of `seq` that the token budget and `rows` rows allow."""
+        """Tokens of `seq` that the token budget and `rows` rows allow; all or none where nothing is stored between steps."""
         count = min((seq.fork_at if start < seq.fork_at else seq.length) - start, self.tokens)
         if seq.scored < seq.score_end:
             count = min(count, max(seq.scored - start, 0) + rows)
+        if not self.kv.spec.groups and count < seq.length:
+            return 0
         return self.kv.chunk(seq, start, count)
 
     def _room(self, seq: Sequence) -> int:

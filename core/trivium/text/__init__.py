@@ -8,9 +8,9 @@ from __future__ import annotations
 from trivium.text.events import CallArguments, CallEnd, CallStart, ContentDelta, Event, ReasoningDelta, ToolCall
 from trivium.text.grammar import Grammars, Matcher
 from trivium.text.stops import StopMatcher
-from trivium.text.tokenizer import Detokenizer, Tokenizer
+from trivium.text.tokenizer import Detokenizer, Tokenizer, Vocabulary
 
 __all__ = [
     "CallArguments", "CallEnd", "CallStart", "ContentDelta", "Detokenizer", "Event", "Grammars", "Matcher", "ReasoningDelta",
-    "StopMatcher", "Tokenizer", "ToolCall",
+    "StopMatcher", "Tokenizer", "ToolCall", "Vocabulary",
 ]  # fmt: skip

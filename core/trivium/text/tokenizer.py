@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trivium.errors import CheckpointError, InvalidRequestError, TemplateError, UnsupportedError
 from trivium.extensions import blame, expect, find
-from trivium.text import gguf
 
 if TYPE_CHECKING:
     import tokenizers
@@ -22,9 +21,10 @@ _ROLES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_
 _TURN_ENDS = {"<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>", "<|return|>", "<|call|>", "<|endoftext|>"}
 
 
-class _Known(NamedTuple):
+class Vocabulary(NamedTuple):
     """What is known of a tokenizer before it is built: ids of tokens and tokens of ids, added tokens by id as (text, special), the
-    decoder as tokenizer.json says it, and the largest id + 1. check: raises what build() would."""
+    decoder as tokenizer.json says it, the largest id + 1, what tokenizer_config.json says, the ids that end a turn or a message.
+    build: makes what encodes, and need not decode. check: raises what build() would."""
 
     token_id: Callable[[str], int | None]
     token: Callable[[int], str | None]
@@ -33,6 +33,8 @@ class _Known(NamedTuple):
     size: int
     build: Callable[[], tokenizers.Tokenizer]
     check: Callable[[], object]
+    config: Mapping[str, Any]
+    ends: Set[int] = frozenset()
 
 
 class Tokenizer:
@@ -43,9 +45,9 @@ class Tokenizer:
     ids that `decode` hides by default.
     """
 
-    def __init__(self, known: _Known, config: Mapping[str, Any], template: str | None, end_ids: set[int]) -> None:
-        """config: as tokenizer_config.json. template: the default one, if not the one in `config`. end_ids: of turn or message."""
-        self._known, self._config = known, config
+    def __init__(self, known: Vocabulary, template: str | None) -> None:
+        """template: the default one, if not the one in the vocabulary's configuration."""
+        self._known, self._config = known, (config := known.config)
         self.named_tokens = _named(config, known.token_id)
         bos, eos = (self.named_tokens.get(role) for role in ("bos_token", "eos_token"))
         self._bytes: dict[int, bytes] = {}
@@ -56,27 +58,25 @@ class Tokenizer:
         self.special_ids = frozenset(index for index, (_, special) in known.added.items() if special)
         self.vocab_size = known.size
         self.bos_id = known.token_id(bos) if bos else None
+        self.separator_id = known.token_id(self.named_tokens.get("sep_token", "[SEP]"))
         separates = {"<|end|>"} if "<|return|>" in self._added.values() else set()  # the messages of one answer
         turns = {i for i in self.special_ids if self._added[i] in _TURN_ENDS - separates}
-        self.eos_ids = frozenset(end_ids | turns | {i for i, text in self._added.items() if text == eos})
+        self.eos_ids = frozenset(known.ends | turns | {i for i, text in self._added.items() if text == eos})
         self.strips_leading_space = self._spelling.strips
         self.chat_template = self._templates.get("default")
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> Tokenizer:
-        """A tokenizer from what `Checkpoint.tokenizer_data()` returns: kind "json", "gguf" or "plugin". What encodes is made when a
-        text is first encoded, where the rest can be known without it; check() finds what is wrong with it.
+        """A tokenizer from what `Checkpoint.tokenizer_data()` returns: kind "json", "plugin" or "vocabulary". What encodes is made
+        when a text is first encoded, where the rest can be known without it; check() finds what is wrong with it.
 
         Raises CheckpointError for damaged data and UnsupportedError for a kind that is not known.
         """
-        if data["kind"] == "gguf":
-            words = gguf.Vocabulary(data["metadata"])
-            find = words.tokens.__getitem__
-            known = _Known(words.vocab.get, find, words.added, words.decoder, len(words.tokens), words.build, words.check)
-            return cls(known, words.config(), data.get("chat_template"), words.ends)
+        if data["kind"] == "vocabulary":
+            return cls(data["read"](), data.get("chat_template"))
         config = data.get("config") or {}
         backend = _from_plugin(data["path"], config) if data["kind"] == "plugin" else _from_json(data["tokenizer_json"])
-        return cls(_known(backend, config), config, data.get("chat_template"), set())
+        return cls(_known(backend, config), data.get("chat_template"))
 
     def check(self) -> None:
         """Raises what encoding would, for whatever text, because of what the tokenizer is made from."""
@@ -105,14 +105,26 @@ class Tokenizer:
         """
         if not isinstance(text, str):
             raise InvalidRequestError(f"a prompt is text (str), not {type(text).__name__}", param="prompt")
+        ids = self._encode(text, add_special_tokens=add_special_tokens)
+        return ids[1:] if add_special_tokens and self._adds_bos and ids[:2] == [self.bos_id] * 2 else ids
+
+    def encode_pair(self, first: str, second: str) -> list[int]:
+        """Token ids of a query and a document as a cross-encoder reads them: by the chat template if it has these two roles, else
+        with the special tokens that the tokenizer puts around pairs."""
+        if self.chat_template is not None and {"query", "document"} <= self._chat_template(None, False).words:
+            return self.encode_chat([{"role": "query", "content": first}, {"role": "document", "content": second}])
+        return self._encode((first, second))
+
+    def _encode(self, given: str | tuple[str, str], *, add_special_tokens: bool = True) -> list[int]:
         try:
-            [found] = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)  # of its calls the one without GIL
+            [found] = self._backend.encode_batch([given], add_special_tokens=add_special_tokens)  # of its calls the one without GIL
         except (UnicodeEncodeError, TypeError) as error:
+            text = "".join(given)
             place = next((i for i, char in enumerate(text) if "\ud800" <= char <= "\udfff"), 0)
             message = f"the text is not valid Unicode: character {place} is half of a surrogate pair ({text[place]!a}); replace it"
             raise InvalidRequestError(message, param="prompt") from error
         ids: list[int] = found.ids
-        return ids[1:] if add_special_tokens and self._adds_bos and ids[:2] == [self.bos_id] * 2 else ids
+        return ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of `ids`, nothing added between tokens; bytes that form no character become U+FFFD."""
@@ -228,14 +240,14 @@ def _from_plugin(folder: Path, config: Mapping[str, Any]) -> tokenizers.Tokenize
     return built
 
 
-def _known(backend: tokenizers.Tokenizer, config: Mapping[str, Any]) -> _Known:
+def _known(backend: tokenizers.Tokenizer, config: Mapping[str, Any]) -> Vocabulary:
     backend.no_truncation()
     backend.no_padding()
     _add_configured_tokens(backend, config, _named(config, backend.token_to_id))
     decoder = json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else {}
     added = {index: (token.content, token.special) for index, token in backend.get_added_tokens_decoder().items()}
     size = max(backend.get_vocab().values(), default=-1) + 1
-    return _Known(backend.token_to_id, backend.id_to_token, added, decoder, size, lambda: backend, lambda: None)
+    return Vocabulary(backend.token_to_id, backend.id_to_token, added, decoder, size, lambda: backend, lambda: None, config)
 
 
 def _named(config: Mapping[str, Any], token_id: Callable[[str], int | None]) -> dict[str, str]:
@@ -278,17 +290,18 @@ class _Spelling:
     def __init__(self, state: Mapping[str, Any]) -> None:
         steps: list[dict[str, Any]] = state.get("decoders", [state] if state else [])
         kinds = {step["type"] for step in steps}
-        unknown = kinds - {"ByteLevel", "Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}
+        unknown = kinds - {"ByteLevel", "Replace", "ByteFallback", "Fuse", "Strip", "Metaspace", "WordPiece"}
         if unknown or not kinds:
             message = f"the tokenizer's decoder ({', '.join(sorted(kinds)) or 'none'}) is not supported"
-            raise UnsupportedError(f"{message}; supported are byte-level and SentencePiece-like ones")
+            raise UnsupportedError(f"{message}; supported are byte-level, SentencePiece-like and WordPiece ones")
         self._bytes = _byte_alphabet() if "ByteLevel" in kinds else None
         self._fallback = "ByteFallback" in kinds
+        self._joiner = next((step["prefix"] for step in steps if step["type"] == "WordPiece"), None)
         self._replace = [(step["pattern"]["String"], step["content"]) for step in steps if step["type"] == "Replace"]
         blanks = [step for step in steps if step["type"] == "Metaspace"]
         self._replace += [(step["replacement"], " ") for step in blanks]
         self.strips = any(step["type"] == "Strip" and step["start"] > 0 for step in steps)
-        self.strips |= any(step.get("prepend_scheme", "always") != "never" for step in blanks)
+        self.strips |= any(step.get("prepend_scheme", "always") != "never" for step in blanks) or self._joiner is not None
 
     def spell(self, token: str, *, added: bool) -> bytes:
         if self._bytes is not None:
@@ -296,6 +309,8 @@ class _Spelling:
             return bytes(self._bytes[char] for char in token) if whole else token.encode()
         if self._fallback and len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
             return bytes.fromhex(token[3:5])
+        if self._joiner is not None:
+            token = token.removeprefix(self._joiner) if token.startswith(self._joiner) else f" {token}"
         for old, new in self._replace:
             token = token.replace(old, new)
         return token.encode()

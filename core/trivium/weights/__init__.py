@@ -1,4 +1,4 @@
-"""Checkpoints: where they come from (sources), how they are stored (safetensors, GGUF, formats), one view of all (checkpoint)."""
+"""Checkpoints: where they come from (sources), how they are stored (safetensors, formats), one view of all (checkpoint)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""open_checkpoint: a Hugging Face folder or a GGUF file as one configuration and named, memory-mapped tensors."""
+"""open_checkpoint: a Hugging Face folder, or a file that a plugin reads, as one configuration and named, memory-mapped tensors."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,6 @@ from typing import Any
 from trivium.errors import CheckpointError, UnsupportedError
 from trivium.extensions import blame, expect, find, installed
 from trivium.ops import Weight
-from trivium.weights import gguf_models
-from trivium.weights.gguf_file import GGUFFile
 from trivium.weights.safetensors import find_tensors, parse_json
 
 PICKLED = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl"})
@@ -39,7 +37,9 @@ class Checkpoint:
     """A model as it lies on disk. Tensors are memory-mapped and read only when they are used.
 
     config and generation_config: as in config.json and generation_config.json. fingerprint: SHA-256 over configuration, headers and
-    samples of the data; cheap, and it tells models apart. tensors: by canonical name, each made when it is called.
+    samples of the data; cheap, and it tells models apart. tensors: by canonical name, each made when it is called. tokenizer: gives
+    tokenizer_data(). modules: those of sentence-transformers that a folder's modules.json lists, by class, each with its
+    configuration.
     """
 
     path: Path
@@ -47,7 +47,8 @@ class Checkpoint:
     generation_config: Json
     fingerprint: str
     tensors: Tensors
-    _tokenizer: Callable[[], Json]
+    tokenizer: Callable[[], Json]
+    modules: Mapping[str, Json] = field(default_factory=dict)
 
     def tensor(self, name: str) -> Weight:
         """One tensor. A tied lm_head.weight is the embedding. CheckpointError if the checkpoint has none of that name."""
@@ -59,12 +60,13 @@ class Checkpoint:
 
     def tokenizer_data(self) -> Json:
         """What a tokenizer is made of: {"kind": "json", "tokenizer_json", "config", "chat_template"}, {"kind": "plugin", "path",
-        "config", "chat_template"} or {"kind": "gguf", "metadata", "chat_template"}; CheckpointError if there is none."""
-        return self._tokenizer()
+        "config", "chat_template"} or {"kind": "vocabulary", "read", "chat_template"}, where read() gives a trivium.text.Vocabulary;
+        CheckpointError if there is none."""
+        return self.tokenizer()
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
-    """Opens and checks a folder with config.json and safetensors, a .gguf file, or a folder with one .gguf file.
+    """Opens and checks a folder with config.json and safetensors, a file that a plugin reads (.gguf), or a folder with one such.
 
     Raises CheckpointError for what is missing, short or contradictory, naming file and tensor, and UnsupportedError for pickled
     weights and other kinds of file.
@@ -79,45 +81,53 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
 def _open(path: Path) -> Checkpoint:
     if not path.exists():
         raise CheckpointError(f"{path} does not exist")
-    if path.is_file() and path.suffix == ".gguf":
-        return _open_gguf(path)
+    suffixes = [f".{suffix}" for suffix in installed("checkpoint")]
+    if path.is_file() and path.suffix in suffixes:
+        return _open_file(path)
     if any(path.glob("*.safetensors")) or any(path.glob("*.safetensors.index.json")):
         return _open_folder(path)
-    ggufs = sorted(path.glob("*.gguf"))
-    if len(ggufs) == 1:
-        return _open_gguf(ggufs[0])
-    if ggufs:
-        raise CheckpointError(f"{path} holds several models ({', '.join(p.name for p in ggufs)}); give the path of one of them")
+    files = sorted(p for p in path.glob("*") if p.suffix in suffixes)
+    if len(files) == 1:
+        return _open_file(files[0])
+    if files:
+        raise CheckpointError(f"{path} holds several models ({', '.join(p.name for p in files)}); give the path of one of them")
     if PICKLED & {p.suffix for p in (path, *path.glob("*"))}:
         message = f"{path}: pickled weights (.bin, .pt, .pth) can run any code when they are loaded, so they never are"
-        raise UnsupportedError(f"{message}; get the model as safetensors or GGUF, or convert it")
+        raise UnsupportedError(f"{message}; get the model as {' or '.join(['safetensors', *suffixes])}, or convert it")
     if path.is_dir():
-        raise CheckpointError(f"{path} holds no model: there is neither a .safetensors nor a .gguf file; an incomplete download?")
-    raise UnsupportedError(f"{path} is no model file; give the folder that has config.json and .safetensors files, or a .gguf file")
+        none = "neither a .safetensors" + "".join(f" nor a {suffix}" for suffix in suffixes)
+        raise CheckpointError(f"{path} holds no model: there is {none} file; an incomplete download?")
+    others = "".join(f", or a {suffix} file" for suffix in suffixes)
+    raise UnsupportedError(f"{path} is no model file; give the folder that has config.json and .safetensors files{others}")
 
 
-def _open_gguf(path: Path) -> Checkpoint:
-    file = GGUFFile(path)
-    tensors = {name: partial(file.weight, stored, name) for name, stored in gguf_models.map_names(file).items()}
-    config, generation = gguf_models.read_config(file), gguf_models.token_ids(file)
-    return Checkpoint(path, config, generation, file.fingerprint, tensors, partial(_gguf_tokenizer, file))
+def _open_file(path: Path) -> Checkpoint:
+    """A model in one file, read by the plugin for its suffix, which is to blame for whatever goes wrong in it later, too."""
+    read, what = find("checkpoint", path.suffix.removeprefix("."))
+    blamed = blame(what)
 
+    def tokenizer() -> Json:
+        return {key: blamed(value) if callable(value) else value for key, value in blamed(found.tokenizer_data)().items()}
 
-def _gguf_tokenizer(file: GGUFFile) -> Json:
-    metadata = {key: value for key, value in file.metadata.items() if key.startswith("tokenizer.")}
-    if "tokenizer.ggml.tokens" not in metadata:
-        raise CheckpointError(f"{file.path}: the file has no tokenizer")
-    return {"kind": "gguf", "metadata": metadata, "chat_template": metadata.get("tokenizer.chat_template")}
+    found: Checkpoint = expect(Checkpoint, blamed(read)(path), what)
+    return replace(found, tensors=_blamed(found.tensors, what), tokenizer=tokenizer)
 
 
 def _open_folder(folder: Path) -> Checkpoint:
-    config, files = read_json(folder / "config.json"), find_tensors(folder)
+    config, files, modules = read_json(folder / "config.json"), find_tensors(folder), _modules(folder)
+    if "LogitScore" in modules:  # a decoder that ranks by the logits of two words
+        config["architectures"] = [
+            str(a).replace("ForCausalLM", "ForSequenceClassification") for a in config.get("architectures") or ()
+        ]
+        config["logit_score"] = modules["LogitScore"]
     tensors: dict[str, Callable[[], Weight]] = {}
     for stored, file in files.items():
         name = canonical_name(stored)
         if name in tensors:
             raise CheckpointError(f"{folder}: two tensors are {name!r}; one of them is called {stored!r}")
         tensors[name] = partial(file.weight, stored, name)
+    if config.get("quantization_config") is None:
+        config |= _described(folder)
     if (quantised := config.get("quantization_config")) is not None:
         tensors = _quantised(folder, quantised, tensors)
     text_config = config.get("text_config")
@@ -127,7 +137,16 @@ def _open_folder(folder: Path) -> Checkpoint:
     parts = sorted({(file.path.name, file.fingerprint) for file in files.values()})
     fingerprint = hashlib.sha256(json.dumps([config, parts], sort_keys=True).encode()).hexdigest()
     generation_config = read_json(generation) if generation.exists() else {}
-    return Checkpoint(folder, config, generation_config, fingerprint, tensors, partial(_folder_tokenizer, folder))
+    return Checkpoint(folder, config, generation_config, fingerprint, tensors, partial(_folder_tokenizer, folder), modules)
+
+
+def _described(folder: Path) -> Json:
+    """A quantization_config made of the file in the folder by which an installed plugin is called; {} where there is none."""
+    name = next((n for n in installed("weight_format") if n.endswith(".json") and (folder / n).is_file()), None)
+    if name is None:
+        return {}
+    described = {canonical_name(key): value for key, value in read_json(folder / name).items()}
+    return {"quantization_config": {**described, "quant_method": name}}
 
 
 def _quantised(folder: Path, quantised: Any, tensors: Tensors) -> dict[str, Callable[[], Weight]]:
@@ -137,6 +156,11 @@ def _quantised(folder: Path, quantised: Any, tensors: Tensors) -> dict[str, Call
     if read is None:
         known, message = ", ".join(installed("weight_format")), f"{folder} is quantised by {method}, which can't be read"
         raise UnsupportedError(f"{message}; take its unquantised files, a GGUF file, or a plugin (there is {known or 'none'})")
+    return _blamed(blame(what)(lambda: dict(read(quantised, tensors)))(), what)
+
+
+def _blamed(tensors: Tensors, what: str) -> dict[str, Callable[[], Weight]]:
+    """The weights of a plugin, which is to blame for what making or decoding one raises."""
     blamed = blame(what)
 
     def make(name: str, weight: Callable[[], Weight]) -> Weight:
@@ -144,7 +168,7 @@ def _quantised(folder: Path, quantised: Any, tensors: Tensors) -> dict[str, Call
         vars(found).update(name=name, decoder=blamed(found.decoder))  # not replace(): that would ask for the data
         return found
 
-    return {name: partial(make, name, weight) for name, weight in blamed(lambda: dict(read(quantised, tensors)))().items()}
+    return {name: partial(make, name, weight) for name, weight in tensors.items()}
 
 
 def canonical_name(name: str) -> str:
@@ -155,6 +179,18 @@ def canonical_name(name: str) -> str:
 def read_json(path: Path) -> Json:
     """A JSON object from a file; CheckpointError if it is missing, larger than MAX_JSON, or anything else."""
     return parse_json(_read_text(path), str(path))
+
+
+def _modules(folder: Path) -> dict[str, Json]:
+    path = folder / "modules.json"
+    if not path.is_file():
+        return {}
+    listed = parse_json(f'{{"modules": {_read_text(path)}}}', str(path))["modules"]
+    try:
+        files = {str(m["type"]).rpartition(".")[2]: folder / Path(m["path"]).name / "config.json" for m in listed}
+    except (TypeError, KeyError) as e:
+        raise CheckpointError(f"{path} is no list of modules with type and path") from e
+    return {name: read_json(file) if name != "Transformer" and file.is_file() else {} for name, file in files.items()}
 
 
 def _read_text(path: Path) -> str:

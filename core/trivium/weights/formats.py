@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import math
+import mmap
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,26 +39,19 @@ _PLAIN = (
 )  # fmt: skip
 _DTYPES: Mapping[str, str] = {format: dtype for _, format, dtype in _PLAIN}
 
-# The block formats of GGML: GGUF type id, format, elements and bytes of a block.
+# The block formats of GGML: format, elements and bytes of a block.
 _BLOCKS = (
-    (2, "q4_0", 32, 18), (3, "q4_1", 32, 20), (6, "q5_0", 32, 22), (7, "q5_1", 32, 24), (8, "q8_0", 32, 34),
-    (10, "q2_k", 256, 84), (11, "q3_k", 256, 110), (12, "q4_k", 256, 144), (13, "q5_k", 256, 176), (14, "q6_k", 256, 210),
-    (16, "iq2_xxs", 256, 66), (17, "iq2_xs", 256, 74), (18, "iq3_xxs", 256, 98), (19, "iq1_s", 256, 50), (20, "iq4_nl", 32, 18),
-    (21, "iq3_s", 256, 110), (22, "iq2_s", 256, 82), (23, "iq4_xs", 256, 136), (29, "iq1_m", 256, 56), (34, "tq1_0", 256, 54),
-    (35, "tq2_0", 256, 66), (39, "mxfp4", 32, 17), (40, "nvfp4", 64, 36),
+    ("q4_0", 32, 18), ("q4_1", 32, 20), ("q5_0", 32, 22), ("q5_1", 32, 24), ("q8_0", 32, 34), ("q2_k", 256, 84),
+    ("q3_k", 256, 110), ("q4_k", 256, 144), ("q5_k", 256, 176), ("q6_k", 256, 210), ("iq2_xxs", 256, 66), ("iq2_xs", 256, 74),
+    ("iq3_xxs", 256, 98), ("iq1_s", 256, 50), ("iq4_nl", 32, 18), ("iq3_s", 256, 110), ("iq2_s", 256, 82), ("iq4_xs", 256, 136),
+    ("iq1_m", 256, 56), ("tq1_0", 256, 54), ("tq2_0", 256, 66), ("mxfp4", 32, 17), ("nvfp4", 64, 36),
 )  # fmt: skip
 
 FORMATS: Mapping[str, Format] = {
     **{format: Format(1, np.dtype(dtype).itemsize) for format, dtype in _DTYPES.items()},
-    **{format: Format(elements, size) for _, format, elements, size in _BLOCKS},
+    **{format: Format(elements, size) for format, elements, size in _BLOCKS},
 }
 """Every storage format that can be decoded, by the name that Weight.format carries."""
-
-GGML_TYPES: Mapping[int, str] = {
-    0: "float32", 1: "float16", 24: "int8", 25: "int16", 26: "int32", 27: "int64", 28: "float64", 30: "bfloat16",
-    **{kind: format for kind, format, _, _ in _BLOCKS},
-}  # fmt: skip
-"""GGUF tensor type id -> format. Ids that are missing (activation formats, withdrawn types) have no decoder."""
 
 SAFETENSORS_TYPES: Mapping[str, str] = {name: format for name, format, _ in _PLAIN}
 """safetensors dtype -> format."""
@@ -72,14 +65,58 @@ def stored_bytes(shape: tuple[int, ...], format: str) -> int:
     return math.prod(shape) // elements * size
 
 
-def make_weight(name: str, shape: tuple[int, ...], format: str, raw: Bytes) -> Weight:
-    """A Weight over the tensor's bytes `raw` (uint8[stored_bytes]), without a copy where the file is aligned."""
+class Unaligned(Weight):
+    """A weight whose bytes begin where no number may: its data is copied each time it is asked for and kept by nobody here, so that
+    a model is not in memory twice while it is loaded."""
+
+    _stored: Array
+
+    @property
+    def data(self) -> Array:
+        copied = np.require(self._stored, requirements="A")
+        _give_back(self._stored)
+        return copied
+
+    @property
+    def nbytes(self) -> int:
+        return int(self._stored.nbytes)
+
+    @staticmethod
+    def over(stored: Array, **fields: Any) -> Unaligned:
+        """The weight with these fields and the unaligned array `stored` for its data."""
+        weight = object.__new__(Unaligned)
+        vars(weight).update(fields, _stored=stored)
+        return weight
+
+    def slice_rows(self, start: int, stop: int) -> Weight:
+        """Rows start..stop of the first dimension; only they are copied."""
+        shape, origin = (stop - start, *self.shape[1:]), f"{self.origin}[{start}:{stop}]"
+        return self.over(self._stored[start:stop], **{**vars(self), "shape": shape, "origin": origin})
+
+
+def _give_back(view: Array) -> None:
+    """Tells the system that it may drop the pages of a mapped file that `view` lies on; whoever reads them again finds them."""
+    base: Any = view
+    while isinstance(base, np.ndarray) and not isinstance(base, np.memmap):
+        base = base.base
+    if isinstance(base, np.memmap) and view.size and hasattr(mmap, "MADV_DONTNEED"):
+        start = view.__array_interface__["data"][0] - base.__array_interface__["data"][0]
+        first = start // mmap.PAGESIZE * mmap.PAGESIZE
+        base._mmap.madvise(mmap.MADV_DONTNEED, first, start + view.nbytes - first)  # type: ignore[attr-defined]
+
+
+def make_weight(name: str, shape: tuple[int, ...], format: str, raw: Bytes, origin: str = "") -> Weight:
+    """A Weight over the tensor's bytes `raw` (uint8[stored_bytes]). Where they are not aligned they are copied, at once if nobody
+    knows their origin (backends then tell weights apart by where their data lies), else when the data is asked for."""
     if format in _DTYPES:
-        data: Array = np.require(raw.view(_DTYPES[format]), requirements="A").reshape(shape)
+        data: Array = raw.view(_DTYPES[format]).reshape(shape)
     else:
         elements, size = FORMATS[format]
         data = raw.reshape(*shape[:-1], shape[-1] // elements * size)
-    return Weight(name, shape, format, data, decoder(format))
+    fields: dict[str, Any] = {"name": name, "shape": shape, "format": format, "decoder": decoder(format), "origin": origin}
+    if origin and not data.flags.aligned:
+        return Unaligned.over(data, **fields)
+    return Weight(data=np.require(data, requirements="A"), **fields)
 
 
 class TensorInfo(NamedTuple):
@@ -105,15 +142,18 @@ class TensorFile:
     def weight(self, tensor: str, name: str) -> Weight:
         """The tensor called `tensor` in the file, as a Weight called `name`."""
         shape, format, start, stop = self.tensors[tensor]
-        weight = make_weight(name, shape, format, self._data[start:stop])
-        return replace(weight, origin=f"{self.fingerprint} {self._written} {start}:{stop}")
+        origin = f"{self.fingerprint} {self._written} {start}:{stop}"
+        return make_weight(name, shape, format, self._data[start:stop], origin)
 
 
 def map_file(path: Path) -> Bytes:
-    """The bytes of a file, read only when they are used; CheckpointError if there are none."""
+    """The bytes of a file, read only when they are used; CheckpointError if there are none, or they can't be read."""
     if not path.is_file() or not path.stat().st_size:
         raise CheckpointError(f"{path} is {'empty' if path.is_file() else 'missing'}; an incomplete download?")
-    return np.asarray(np.memmap(path, np.uint8, mode="r"))
+    try:
+        return np.asarray(np.memmap(path, np.uint8, mode="r"))
+    except OSError as e:
+        raise CheckpointError(f"{path} can't be read: {e.strerror or e}") from e
 
 
 def decoder(format: str) -> Decoder:

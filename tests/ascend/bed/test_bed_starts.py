@@ -111,6 +111,18 @@ CHIP_LIMITS = [
     ("310P", "npu_rms_norm(torch.ones(2, 8).half().npu(), torch.ones(8).half().npu())", "at least 32 bytes"),
     ("310P", "npu_rms_norm(torch.ones(2, 64).half().npu(), torch.ones(64).npu())", "gamma and x have one dtype on 310P"),
     ("310P", "npu_dynamic_quant(torch.ones(2, 64).half().npu())", "is not documented for 310P"),
+    (
+        "310P",
+        "npu_quant_matmul(torch.ones(2, 64, dtype=torch.int8).npu(), torch.ones(64, 8, dtype=torch.int8).npu(), "
+        "torch.ones(8).npu(), pertoken_scale=torch.ones(2).npu(), output_dtype=torch.float16)",
+        "no documented row",
+    ),
+    (
+        "310P",
+        "npu_weight_quant_batchmatmul(torch.ones(2, 64).half().npu(), torch.ones(64, 8, dtype=torch.int32).npu(), "
+        "torch.ones(1, 64).half().npu())",
+        "weight is int8 on 310P",
+    ),
 ]
 
 

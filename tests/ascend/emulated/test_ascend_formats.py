@@ -190,6 +190,7 @@ def test_a_checkpoint_keeps_its_numbers(npu, tmp_path, name):
 @pytest.mark.parametrize("name", STORED)
 def test_every_resident_number_is_the_checkpoint_s(tmp_path, name):
     torch = pytest.importorskip("torch")
+    from trivium_ascend.chips import CHIPS
     from trivium_ascend.weights import make_quantised
 
     config, store, format, _ = STORED[name]
@@ -197,17 +198,18 @@ def test_every_resident_number_is_the_checkpoint_s(tmp_path, name):
     checkpoint = open_checkpoint(folder)
     for stem in ("self_attn.k_proj", "mlp.down_proj"):
         name = f"model.layers.1.{stem}.weight"
-        resident = make_quantised(checkpoint.tensor(name), format, torch.device("cpu"), torch.float16)
+        resident = make_quantised(checkpoint.tensor(name), format, torch.device("cpu"), torch.float16, CHIPS["910B"])
         np.testing.assert_array_equal(resident.to(torch.float32).numpy(), meant[name])
 
 
 def test_every_resident_number_is_that_of_q4_0():
     torch = pytest.importorskip("torch")
+    from trivium_ascend.chips import CHIPS
     from trivium_ascend.weights import Groups4, make_quantised
 
     blocks = gguf.quantize(np.random.default_rng(5).standard_normal((24, 128), np.float32), gguf.GGMLQuantizationType.Q4_0)
     weight = make_weight("w", (24, 128), "q4_0", blocks)
-    resident = make_quantised(weight, "int4", torch.device("cpu"), torch.float16)
+    resident = make_quantised(weight, "int4", torch.device("cpu"), torch.float16, CHIPS["910B"])
     assert isinstance(resident, Groups4) and resident.group == 32
     np.testing.assert_array_equal(resident.to(torch.float32).numpy(), gguf.dequantize(blocks, gguf.GGMLQuantizationType.Q4_0))
 

@@ -40,7 +40,7 @@ def answered(folder, **settings):
         ], llm.loaded.kv_spec.dtype
 
 
-def expect_scores(folder, found):
+def expect_scores(folder, found, atol=0.08):
     """The logprob of every token that was decoded is that of trivium_torch on the host in float32 over int8 pages, given the
     same tokens before it (tests/torch holds it to the reference), and hardly another token has a better one: the 8 bits of keys
     that were computed in 16 bits differ here and there, so that ids alone could not be compared."""
@@ -50,14 +50,15 @@ def expect_scores(folder, found):
         wanted = llm.generate([[*prompt, *tokens] for prompt, (tokens, _) in zip(PROMPTS, found)], scored)
     for prompt, (tokens, logprobs), output in zip(PROMPTS, found, wanted):
         steps = output.prompt_logprobs[len(prompt) :]
-        np.testing.assert_allclose(logprobs, [step[t].logprob for t, step in zip(tokens, steps, strict=True)], atol=0.08)
+        np.testing.assert_allclose(logprobs, [step[t].logprob for t, step in zip(tokens, steps, strict=True)], atol=atol)
         best = [max(one.logprob for one in step.values()) for step in steps]
-        np.testing.assert_allclose(logprobs, best, atol=0.08)
+        np.testing.assert_allclose(logprobs, best, atol=atol)
 
 
-def single_queries(npu):
-    """Calls of the attention operator over int8 pages."""
-    return [call.args for call in npu.log.calls if call.name == FIA and call.args.keys[0].dtype == torch.int8]
+def calls_of(npu):
+    """Calls of the attention operator over int8 pages, and over keys that were gathered out of them."""
+    calls = [call.args for call in npu.log.calls if call.name == FIA]
+    return [c for c in calls if c.keys[0].dtype == torch.int8], [c for c in calls if c.keys[0].dtype != torch.int8]
 
 
 @pytest.mark.parametrize("graphs", [True, False])
@@ -66,13 +67,24 @@ def single_queries(npu):
 def test_decode_steps_read_int8_pages_by_the_operator(npu, folders, model, graphs):
     found, kept = answered(folders[model], dtype="float16", kv_dtype="int8", backend_options={"graphs": graphs})
     expect_scores(folders[model], found)
-    calls = single_queries(npu)
+    calls, gathered = calls_of(npu)
     assert kept == "int8"
-    assert calls and (graphs or len(calls) == 2 * 7)  # layers and decode steps; the step with the prompts is plain torch's
+    assert calls and (graphs or len(calls) == 2 * (7 + 1))  # layers and decode steps, and the prompt of one token
     for call in calls:
         assert (call.layout, call.key_mode, call.value_mode, call.query.dtype) == ("BSH", 5, 5, torch.float16)
         assert tuple(call.key_scale.shape) == (len(call.keys[0]), call.kv_heads, 128)
-    assert npu.log.count(FIA) == len(calls)
+    assert len(gathered) == 2 * 3  # the other prompts
+    assert all(c.block_table is None and c.layout == "BSH" and c.keys[0].dtype == torch.float16 for c in gathered)
+
+
+@pytest.mark.parametrize("model", ["wide heads", "window"])
+def test_prompts_in_chunks_and_decodes_share_steps_over_int8_pages(npu, folders, model):
+    options = {"max_num_batched_tokens": 48, "backend_options": {"graphs": False}}
+    found, _ = answered(folders[model], dtype="bfloat16", kv_dtype="int8", **options)
+    expect_scores(folders[model], found, 0.25)
+    calls, gathered = calls_of(npu)
+    assert len(calls) > 2 * 8 and len(gathered) > 2 * 4 and not npu.log.aten["bmm"]
+    assert any(c.kv_lens[0] > c.q_lens[0] for c in gathered)
 
 
 def test_heads_that_are_no_multiple_of_32_are_left_to_torch(npu, folders, capsys):

@@ -5,12 +5,15 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from triton_aot import CHIPS, builds, meta, torch
+from triton_aot import CHIPS, build, builds, meta, recorded, torch
 
-from trivium_cuda.kernels import activations, attention, experts, fp8, int4, int8, norms, quantise, recurrent, rotary, sampler
+from trivium_cuda import tuning
+from trivium_cuda.kernels import (
+    activations, adapters, attention, experts, fp8, int4, int8, norms, products, quantise, recurrent, rotary, sampler,
+)  # fmt: skip
 
 F32, I32, I64, I8, U8, E4M3 = torch.float32, torch.int32, torch.int64, torch.int8, torch.uint8, torch.float8_e4m3fn
-MULTIPLY = {"_attend", "_product", "_whole", "_bytes"}
+MULTIPLY = {"_attend", "_product", "_whole", "_bytes", "_solve", "_delta_chunks"}
 """Kernels that must use the matrix units."""
 NEWEST = {90: "wgmma.mma_async", 100: "tcgen05.mma"}
 """What tiles of 64 rows and more must use there; smaller ones are mma.sync everywhere."""
@@ -77,8 +80,14 @@ KINDS = (
 
 def routed(tokens: int, how: str) -> Callable[[], Any]:
     """8 experts of 1024 by 2048, each token with 2."""
+    shapes = (1024, 2048), (1024, 2048), (2048, 1024)
     if how == "float":
-        weights = meta(8, 1024, 2048), meta(8, 1024, 2048), meta(8, 2048, 1024)
+        weights: Any = [meta(8, *shape) for shape in shapes]
+    elif how == "int8":
+        weights = [int8.matrix(meta(8, *shape, dtype=I8), meta(8, shape[0], 1, dtype=F32)) for shape in shapes]
+    elif how == "fp8":
+        blocks = [meta(8, out // 128, inputs // 128, dtype=F32) for out, inputs in shapes]
+        weights = [fp8.matrix(meta(8, *shape, dtype=E4M3), of) for shape, of in zip(shapes, blocks, strict=True)]
     else:
         of, group = (U8, 32) if how == "mxfp4" else (torch.float16, 128)
         weights = (*(packed(1024, 2048, group, of, experts=(8,)) for _ in range(2)), packed(2048, 1024, group, of, experts=(8,)))
@@ -118,7 +127,13 @@ def sampled() -> Any:
 
 def delta() -> Any:
     qk, gates, where = meta(64, 32, 128), meta(64, 32), (meta(8, dtype=I32), meta(9, dtype=I32), meta(8, dtype=I32))
-    return recurrent.gated_delta_rule(qk, qk, qk, gates, gates, meta(9, 32, 128, 128, dtype=F32), *where, scale=0.1)
+    return recurrent.gated_delta_rule(qk, qk, qk, gates, gates, meta(9, 32, 128, 128, dtype=F32), *where, scale=0.1, max_queries=64)
+
+
+def adapted(rank: int, tokens: int) -> Callable[[], Any]:
+    """8 adapters of one rank on products of 4096 with 4096."""
+    a, b = (meta(8, rank, 4096, dtype=F32) for _ in range(2))
+    return lambda: adapters.lora(meta(tokens, 4096), meta(tokens, 4096), a, b, meta(tokens, dtype=I32))
 
 
 CALLS: dict[str, Callable[[], Any]] = {
@@ -126,6 +141,13 @@ CALLS: dict[str, Callable[[], Any]] = {
     "add and norm to int8": lambda: norms.add_rms_norm_quantise(meta(64, 8192), meta(64, 8192), meta(8192), 1e-5, kind="int8"),
     "norm to fp8": lambda: norms.rms_norm_quantise(meta(64, 4096), meta(4096), 1e-5, kind="fp8"),
     "gate": lambda: activations.gated(meta(64, 14336), meta(64, 14336), limit=7.0, alpha=1.702, up_offset=1.0),
+    "norm to int8 by a scale that is given": lambda: norms.add_rms_norm_quantise(
+        meta(64, 4096), meta(64, 4096), meta(4096), 1e-5, kind=quantise.Given(0.02, 3)
+    ),
+    "norm to fp8 in blocks": lambda: norms.add_rms_norm_quantise(
+        meta(64, 7168), meta(64, 7168), meta(7168), 1e-5, kind="fp8 blocks"
+    ),
+    "gate to fp8 in blocks": lambda: activations.gated_quantise(meta(64, 18432), meta(64, 18432), quantise="fp8 blocks"),
     "gate to int8": lambda: activations.gated_quantise(meta(64, 14336), meta(64, 14336), kind="gelu_tanh", quantise="int8"),
     "blocks to fp8": lambda: quantise.quantise_blocks(meta(64, 4096)),
     "norm, rope and write": lambda: turned(torch.bfloat16),
@@ -139,6 +161,7 @@ CALLS: dict[str, Callable[[], Any]] = {
     "latent attention": latent,
     "latent attention over fp8": lambda: latent(E4M3),
     "delta rule": delta,
+    **{f"adapters of rank {rank}, {tokens} tokens": adapted(rank, tokens) for rank, tokens in ((16, 1), (64, 600), (256, 600))},
     "sampler": sampled,
     "sampler of one row": greedy,
     "decode of one sequence": single,
@@ -147,7 +170,11 @@ CALLS: dict[str, Callable[[], Any]] = {
     ),
     "one row": lambda: norms.add_rms_norm(meta(1, 2048), meta(1, 2048), None, 1e-5),
     **{f"{kind}, {m} rows": small(kind, m) for kind in KINDS for m in (1, 64, 2048)},
-    **{f"experts of {how}, {tokens} tokens": routed(tokens, how) for how in ("float", "int4", "mxfp4") for tokens in (4, 512)},
+    **{
+        f"experts of {how}, {tokens} tokens": routed(tokens, how)
+        for how in ("float", "int4", "mxfp4", "int8", "fp8")
+        for tokens in (4, 512)
+    },
 }
 
 
@@ -161,6 +188,25 @@ def test_a_launch_fits_the_chip_and_uses_its_matrix_units(name: str, capability:
         return  # Triton has mma.sync alone for whole numbers there
     if capability in NEWEST and name.endswith(("64 rows", "2048 rows", "heads of 128")):
         assert any(NEWEST[capability] in kinds for kinds in used), f"{name}: {used}"
+
+
+@pytest.mark.parametrize(("kind", "rows"), [("int4", 1), ("int8 rows", 2048)])
+def test_every_tile_that_is_timed_can_be_compiled(kind: str, rows: int) -> None:
+    """What the chip has no room for is left out when it is timed; what could not be compiled would end the loading of a model."""
+    with recorded(90) as found:
+        if kind == "int4":
+            x, matrix = meta(rows, 4096), packed(4096, 4096, 128).matrix()
+            tiles = tuning.neighbours(products.plan(rows, matrix, x.dtype, x.device, invariant=False))
+            for tile in tiles:
+                products.product(x, matrix, None, x.dtype, tile=tile)
+        else:
+            given = quantise.Rows(meta(rows, 4096, dtype=I8), meta(rows, 1, dtype=F32))
+            tiles = tuning.neighbours(products.rows_plan(rows, 4096, 4096, given.numbers.device, kind="int8", invariant=False))
+            for tile in tiles:
+                int8.linear_rows(given, meta(4096, 4096, dtype=I8), meta(4096, 1, dtype=F32), None, torch.bfloat16, tile=tile)
+    made = [build(launch, 90) for launch in found if launch.name in MULTIPLY]
+    assert len(made) == len(tiles) == len(set(tiles)) >= 3
+    assert all(b.matrix for b in made)
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100])

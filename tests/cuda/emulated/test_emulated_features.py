@@ -49,6 +49,25 @@ def test_embeddings(folder):
     np.testing.assert_allclose(found[1], found[0], rtol=1e-4, atol=1e-5)
 
 
+ENCODERS = {
+    "BertModel": {"hidden_act": "gelu", "type_vocab_size": 2, "sep_token_id": 7},
+    "ModernBertModel": {"hidden_activation": "gelu", "local_attention": 8, "num_hidden_layers": 4},
+    "Qwen3ForSequenceClassification": {"num_labels": 1},
+}
+
+
+@pytest.mark.parametrize("architecture", ENCODERS)
+def test_encoders_and_classifiers(folder, tmp_path, architecture):
+    made = make_checkpoint(tmp_path / "encoder", "llama", architectures=[architecture], **ENCODERS[architecture])
+    found = []
+    for backend in BACKENDS:
+        with LLM(made, backend, max_num_batched_tokens=64, **LOAD) as llm:
+            found.append(np.stack([o.embedding for o in llm.embed([*PROMPTS, [5, 7, 6, 7, 9]])]))
+            llm.engine.check()
+    np.testing.assert_allclose(found[1], found[0], rtol=1e-4, atol=1e-5)
+    assert len(np.unique(found[0].round(4), axis=0)) == len(PROMPTS) + 1
+
+
 @pytest.mark.parametrize(
     "options",
     [{"speculative": {"method": "ngram", "num_speculative_tokens": 3}}, {"num_kv_blocks": 12}, {"kv_host_bytes": 1 << 24}],

@@ -78,7 +78,7 @@ def weight_of(array):
     return Weight("w", array.shape, "float32", array, lambda data: data)
 
 
-@pytest.mark.parametrize("format", ["int4", "int4_g128", "int4_asym_g128", "mxfp4", "fp8", "int8"])
+@pytest.mark.parametrize("format", ["int4", "int4_g128", "int4_asym_g128", "mxfp4", "fp8", "int8", "w8a8", "w8a8_fp8"])
 def test_experts_and_rows_are_cut_out_of_a_resident_weight(format):
     x = np.random.default_rng(3).standard_normal((3, 48, 256)).astype(np.float32)
     held = weights.make(weight_of(x), format, torch.device("cpu"))
@@ -125,6 +125,27 @@ def test_stored_blocks_are_only_rearranged():
     stored = make_weight("w", (5, 64), "q4_0", raw)
     held = weights.make(stored, "int4", torch.device("cpu"))
     np.testing.assert_array_equal(held.to(torch.float32).numpy(), stored.decode())
+
+
+class Groups(Weight):
+    """4 bits in groups of 32, as trivium_formats hands them on."""
+
+    def parts(self):
+        rng = np.random.default_rng(8)
+        scales = rng.standard_normal((16, 2), np.float32)
+        kept = {"float16": scales.astype(np.float16).astype(np.float32), "float32": scales}
+        kept["bfloat16"] = (scales.view(np.uint32) & 0xFFFF0000).view(np.float32) * np.float32(2**40)
+        codes, zeros = rng.integers(0, 16, (16, 64), np.uint8), rng.integers(0, 17, (16, 2), np.uint8)
+        return {"codes": codes, "scales": kept[self.name], "zeros": zeros, "order": None}
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_scales_of_groups_take_the_bits_that_they_were_stored_in(dtype):
+    stored = Groups(dtype, (16, 64), "awq", np.zeros((16, 64), np.float32), lambda data: data)
+    held, parts = weights.make(stored, "int4_asym_g128", torch.device("cpu")), stored.parts()
+    assert held.packed.scales.dtype == held.packed.zeros.dtype == getattr(torch, dtype)
+    scales, zeros = (parts[name].astype(np.float32).repeat(32, axis=1) for name in ("scales", "zeros"))
+    np.testing.assert_array_equal(held.to(torch.float32).numpy(), scales * (parts["codes"].astype(np.float32) - zeros))
 
 
 def test_what_has_no_whole_groups_is_refused_by_name():

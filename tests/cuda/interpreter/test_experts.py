@@ -1,12 +1,12 @@
-"""Experts, packed or not, and the gated delta rule against the operators' references."""
+"""Experts, packed or not, against the operator's reference."""
 
 import numpy as np
 import pytest
 from triton_cases import DTYPES, OPERATORS, cases, near, rng, rounded, tensor, torch
 
-from trivium_cuda.kernels import experts, int4, recurrent
+from trivium_cuda.kernels import experts, fp8, int4, int8
 
-MOE, DELTA = OPERATORS["moe_experts"], OPERATORS["gated_delta_rule"]
+MOE = OPERATORS["moe_experts"]
 
 
 def one_by_one(x, weights, ids, gate, up, down, gate_bias, up_bias, down_bias, *, dtype, **attrs):
@@ -52,6 +52,48 @@ def test_packed_experts_in_blocks_of_either_size(tokens):
     assert torch.equal(calm[:1], experts.moe_experts(*(tensor(a[:1]) for a in (x, chosen, ids)), *weights, invariant=True))
 
 
+def eights(kind, count, out, inputs, seed):
+    """(a matrix of each expert in 8 bits, its numbers)."""
+    draw = rng(seed)
+    shape = {"int8": (out, 1), "fp8": (out, 1), "fp8 for all": (1, 1), "fp8 blocks": (-(-out // 128), -(-inputs // 128))}[kind]
+    scales = draw.uniform(0.5, 2, (count, *shape)).astype(np.float32) / 60 / inputs**0.5
+    if kind == "int8":
+        numbers = draw.integers(-127, 128, (count, out, inputs)).astype(np.int8)
+        return int8.matrix(tensor(numbers), tensor(scales)), numbers * scales
+    codes = tensor(draw.normal(0, 60, (count, out, inputs)).astype(np.float32)).to(torch.float8_e4m3fn)
+    wide = scales.repeat(128, 1)[:, :out].repeat(128, 2)[:, :, :inputs] if kind == "fp8 blocks" else scales
+    return fp8.matrix(codes, tensor(scales)), codes.float().numpy() * wide
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8", "fp8 for all", "fp8 blocks"])
+def test_experts_of_eight_bits(kind):
+    draw = rng(1)
+    matrices, plain = zip(*(eights(kind, 3, *shape, seed=i) for i, shape in enumerate(((140, 160), (140, 160), (160, 140)))))
+    for tokens in (4, 40):
+        x, chosen = draw.normal(0, 1, (tokens, 160)).astype(np.float32), draw.uniform(0, 1, (tokens, 2)).astype(np.float32)
+        ids = np.array([draw.permutation(3)[:2] for _ in range(tokens)], np.int32)
+        got = experts.moe_experts(tensor(x), tensor(chosen), tensor(ids), *matrices)
+        near(got, MOE(x, chosen, ids, *plain), "float32", "moe_experts")
+
+
+def test_packed_experts_each_with_inputs_in_an_order_of_its_own():
+    draw = rng(7)
+    orders = np.stack([draw.permutation(64) for _ in range(3)]).astype(np.int32)
+    weights = [packed(3, 48, 64, 2)._replace(order=tensor(orders)), packed(3, 48, 64, 3), packed(3, 64, 64, 4)._replace(inputs=48)]
+    plain = [int4.unpack(w._replace(order=None), torch.float32).numpy() for w in weights]
+    turned = np.empty_like(plain[0])
+    for expert in range(3):
+        turned[expert][:, orders[expert]] = plain[0][expert]
+    np.testing.assert_array_equal(int4.unpack(weights[0], torch.float32).numpy(), turned)
+    x, chosen, ids = (
+        draw.normal(0, 1, (6, 64)).astype(np.float32),
+        np.ones((6, 1), np.float32),
+        np.arange(6, dtype=np.int32)[:, None] % 3,
+    )
+    got = experts.moe_experts(tensor(x), tensor(chosen), tensor(ids), *weights)
+    near(got, MOE(x, chosen, ids, turned, *plain[1:]), "float32", "moe_experts")
+
+
 def test_every_choice_has_one_place_in_a_block_of_its_expert():
     ids = rng(6).integers(0, 5, (30, 3)).astype(np.int32)
     plan = experts.routes(tensor(ids), 7, 16)
@@ -60,25 +102,3 @@ def test_every_choice_has_one_place_in_a_block_of_its_expert():
     assert sorted(rows[real]) == list(range(ids.size))
     assert all((ids.flatten()[rows[b][real[b]]] == owners[b]).all() for b in range(len(owners)))
     assert (real.any(axis=1) == (owners >= 0)).all()
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_the_delta_rule_of_every_example_is_the_references(dtype):
-    for (q, k, v, g, beta, s, starts, contexts), attrs in cases("gated_delta_rule", dtype):
-        state = torch.from_numpy(s.data.copy())
-        where = tensor(s.table), tensor(starts), tensor(contexts)
-        got = recurrent.gated_delta_rule(*(tensor(a, dtype) for a in (q, k, v, g, beta)), state, *where, **attrs)
-        want, after = DELTA(q, k, v, g, beta, s, starts, contexts, **attrs)
-        near(got, want, dtype, "gated_delta_rule")
-        near(state, after.data, "float32", "gated_delta_rule")
-
-
-def test_a_sequence_of_the_delta_rule_has_the_same_bits_alone():
-    args, _ = list(cases("gated_delta_rule", "float32"))[3]
-    *rows, s, starts, contexts = args
-    state = torch.from_numpy(s.data.copy())
-    lone, begin, end = state.clone(), int(starts[2]), int(starts[3])
-    together = recurrent.gated_delta_rule(*map(tensor, rows), state, *map(tensor, (s.table, starts, contexts)), scale=0.5)
-    where = tensor(s.table[2:3]), tensor(np.array([0, end - begin], np.int32)), tensor(contexts[2:3])
-    alone = recurrent.gated_delta_rule(*(tensor(rounded(r[begin:end], "float32")) for r in rows), lone, *where, scale=0.5)
-    assert torch.equal(together[begin:end], alone)

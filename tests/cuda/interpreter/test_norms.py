@@ -44,6 +44,11 @@ def quantised(x, kind):
 
 
 def same(rows, x, kind):
+    if kind == "fp8 blocks":
+        for i in range(-(-x.shape[1] // 128)):
+            part = slice(128 * i, 128 * (i + 1))
+            same(quantise.Rows(rows.numbers[:, part].contiguous(), rows.scales[:, i : i + 1]), x[:, part], "fp8")
+        return
     numbers, scales = quantised(x, kind)
     assert torch.equal(rows.scales, scales)
     assert torch.equal(rows.numbers.view(torch.uint8), numbers.view(torch.uint8))
@@ -65,7 +70,7 @@ def test_quantised_rows_are_the_nearest_bytes(dtype, kind):
     same(quantise.quantise_rows(x, kind), x, kind)
 
 
-@pytest.mark.parametrize("kind", ["int8", "fp8"])
+@pytest.mark.parametrize("kind", ["int8", "fp8", "fp8 blocks"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_what_is_quantised_in_the_same_pass_is_what_two_passes_give(dtype, kind):
     x, y, weight = awkward(dtype), awkward(dtype) * 0.5, tensor(rng(4).normal(0, 1, 150).astype(np.float32))
@@ -77,14 +82,30 @@ def test_what_is_quantised_in_the_same_pass_is_what_two_passes_give(dtype, kind)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_by_a_scale_and_an_offset_that_are_given(dtype):
+    """As ops.InputScale means it; what is out of reach becomes -128 or 127."""
+    kind = quantise.Given(0.37, -9)
+    x, y, weight = awkward(dtype), awkward(dtype) * 0.5, tensor(rng(4).normal(0, 1, 150).astype(np.float32))
+    made = {
+        "rows": (quantise.quantise_rows(x, kind), x),
+        "norm": (norms.rms_norm_quantise(x, weight, 1e-5, kind=kind), norms.rms_norm(x, weight, 1e-5)),
+        "sum": (norms.add_rms_norm_quantise(x, y, weight, 1e-5, kind=kind)[1], norms.add_rms_norm(x, y, weight, 1e-5)[1]),
+        "gate": (activations.gated_quantise(x, y, quantise=kind), activations.gated(x, y)),
+    }
+    for name, (rows, of) in made.items():
+        whole = np.rint(of.float().numpy() / np.float32(0.37)) - 9
+        np.testing.assert_array_equal(rows.numbers.numpy(), np.clip(whole, -128, 127), err_msg=name)
+        assert (rows.scales == np.float32(0.37)).all() and rows.scales.shape == (7, 1)
+    reached = made["rows"][0].numbers
+    assert reached.min() == -128 and reached.max() == 127
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_blocks_of_128_have_scales_of_their_own(dtype):
     x = awkward(dtype, n=300)
     rows = quantise.quantise_blocks(x)
-    for i in range(3):
-        part = slice(128 * i, 128 * (i + 1))
-        numbers, scales = quantised(x[:, part], "fp8")
-        assert torch.equal(rows.scales[:, i : i + 1], scales)
-        assert torch.equal(rows.numbers[:, part].contiguous().view(torch.uint8), numbers.view(torch.uint8))
+    assert rows.scales.shape == (7, 3)
+    same(rows, x, "fp8 blocks")
 
 
 @triton.jit

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from triton_cases import DTYPES, OPERATORS, near, rng, rounded, tensor, torch
 
-from trivium_cuda.kernels import fp8, int4, int8, quantise
+from trivium_cuda.kernels import fp8, int4, int8, products, quantise
 
 LINEAR = OPERATORS["linear"]
 SHAPES = ((1, 128, 40), (3, 320, 70), (40, 192, 33))
@@ -152,3 +152,31 @@ def test_long_rows_are_summed_in_parts_that_do_not_depend_on_the_batch(dtype):
     for row in (0, 17, 39):
         assert torch.equal(many[row : row + 1], int4.linear(tensor(x[row : row + 1], dtype), packed, invariant=True))
     assert torch.equal(many[:20], int4.linear(tensor(x[:20], dtype), packed))
+
+
+def test_whole_numbers_in_parts_are_exact_and_no_plan_changes_a_bit():
+    """2,560 inputs of few outputs: a few rows are summed in five parts, many in one."""
+    numbers, scales = (
+        rng(6).integers(-127, 128, (24, 2560)).astype(np.int8),
+        rng(7).uniform(0.5, 2, (24, 1)).astype(np.float32) / 1e4,
+    )
+    x = quantise.quantise_rows(tensor(activations(40, 2560, "float32")), "int8")
+    bias = activations(1, 24, "float32", 2)[0]
+    sums = x.numbers.numpy().astype(np.int64) @ numbers.T.astype(np.int64)
+    many = int8.linear_rows(x, tensor(numbers), tensor(scales), tensor(bias), torch.float32)
+    near(many, sums * x.scales.numpy().astype(np.float64) * scales.T + bias, "float32", "rms_norm")
+    few = quantise.Rows(x.numbers[:3], x.scales[:3])
+    assert products.split(2560, products.rows_plan(3, 24, 2560, x.numbers.device, kind="int8", invariant=False)) == (512, 5)
+    assert torch.equal(int8.linear_rows(few, tensor(numbers), tensor(scales), tensor(bias), torch.float32), many[:3])
+
+
+@pytest.mark.parametrize("scaling", ["channel", "block"])
+def test_long_rows_of_eight_bit_floats_are_summed_in_parts(scaling):
+    numbers, scales, weight = fp8_weight(24, 1100, scaling)
+    x, bias = tensor(activations(40, 1100, "float32")), activations(1, 24, "float32", 2)[0]
+    given = quantise.quantise_blocks(x) if scaling == "block" else quantise.quantise_rows(x, "fp8")
+    factors = given.scales.repeat_interleave(128, dim=1)[:, :1100] if scaling == "block" else given.scales
+    got = fp8.linear_rows(given, numbers, scales, tensor(bias), torch.float32, invariant=True)
+    check(got, (given.numbers.float() * factors).numpy(), weight, bias, "float32")
+    alone = fp8.linear_rows(quantise.Rows(given.numbers[7:8], given.scales[7:8]), numbers, scales, tensor(bias), torch.float32)
+    assert torch.equal(alone, got[7:8])

@@ -8,7 +8,7 @@ from trivium_ascend.chips import Chip
 
 def kernels_for(chip: Chip) -> tuple[Kernel, ...]:
     """All of them, each with its limits and the chip's."""
-    from trivium_ascend.kernels import activations, attention, experts, norms, products, rope
+    from trivium_ascend.kernels import activations, attention, experts, gathered, norms, products, rope
 
-    tables = (norms, rope, activations, products, attention, experts)
+    tables = (norms, rope, activations, products, attention, gathered, experts)
     return tuple(kernel.on(chip) for table in tables for kernel in table.KERNELS)

@@ -121,14 +121,6 @@ def scaled(kv: Blocks) -> dict[str, Any]:
     return {"dequant_scale_key": key, "dequant_scale_value": value, **modes}
 
 
-def single(session: AscendSession, args: Args, attrs: Attrs) -> Tensor:
-    """BSH over int8 pages, 2 * K * kv_heads * (n + 4) bytes a sequence: the operator takes them from single queries only, so that a
-    step with a prompt in it is plain torch's."""
-    if any(seen.widest > 1 for seen in by_length(args[1].step, attrs["window"])):
-        return plain(session, args, attrs)
-    return apart(session, args, attrs)
-
-
 def single_mask(kv: Blocks, seen: Reads) -> dict[str, Any]:
     """bool[S, keys], true for the keys before the window: such queries see all others, so without a window there is no mask."""
     hidden = seen.hidden
@@ -221,9 +213,5 @@ def latent_fits(call: Call) -> str | None:
 KERNELS = (
     NpuKernel("paged_attention", shared(packed), f"{FIA} (TND)", 20, first(plain_scores, packed_fits), (FIA,), HALVES, (OWN,)),
     NpuKernel("paged_attention", shared(apart), f"{FIA} (BSH)", 15, first(plain_scores, apart_fits), (FIA,), HALVES, (OWN,)),
-    NpuKernel(
-        "paged_attention", shared(single), f"{FIA} (BSH, int8 pages)", 10, first(plain_scores, apart_fits, eights_fit), (FIA,),
-        HALVES, ("int8",),
-    ),
     NpuKernel("latent_attention", latent, f"{FIA} (latent)", 20, latent_fits, (FIA,), HALVES, (OWN,)),
 )  # fmt: skip

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trivium.ops import Call
+from trivium.ops import Call, InputScale
 from trivium_ascend.kernels.table import HALVES, NpuKernel
 from trivium_ascend.operators import npu
 from trivium_ascend.session import AscendSession
@@ -48,6 +48,32 @@ def add_norm_rounded(session: AscendSession, args: Args, attrs: Attrs) -> tuple[
     factor = gamma(session, weight, attrs["offset"], x.dtype)
     whole, _, total, steps, _ = npu.npu_add_rms_norm_dynamic_quant(x.contiguous(), y.contiguous(), factor, epsilon=attrs["eps"])
     return total, Rounded(whole, steps, x.dtype)
+
+
+def rounding_alike(rule: InputScale) -> NpuKernel:
+    """The norm whose result is in 8 bits by a rule that all its readers have."""
+
+    def run(session: AscendSession, args: Args, attrs: Attrs) -> tuple[Tensor, Tensor | Rounded]:
+        x, y, weight = args
+        if not x.numel():
+            return x, x
+        factor = gamma(session, weight, attrs["offset"], x.dtype)
+        wide, whole = (torch.float32, torch.int32) if x.dtype == torch.float16 else (x.dtype, x.dtype)
+
+        def make() -> tuple[Tensor, Tensor]:
+            return torch.full_like(factor, rule.scale, dtype=wide), torch.full_like(factor, rule.offset, dtype=whole)
+
+        steps, offsets = session.kept(factor, ("alike", rule), make)
+        y1, _, total = npu.npu_add_rms_norm_quant(x.contiguous(), y.contiguous(), factor, steps, offsets, epsilon=attrs["eps"])
+        return total, Rounded(y1, None, x.dtype)
+
+    name = "npu_add_rms_norm_quant"
+    return NpuKernel(PATTERNS["add_norm"], run, name, 10, has_weight, (name,), HALVES)
+
+
+def takes_rule(rule: InputScale, dtype: torch.dtype) -> bool:
+    """Whether the norm's operator rounds by exactly this rule: with bfloat16 it takes the scale in bfloat16."""
+    return dtype == torch.float16 or float(torch.tensor(rule.scale).to(torch.bfloat16)) == rule.scale
 
 
 def has_weight(call: Call) -> str | None:

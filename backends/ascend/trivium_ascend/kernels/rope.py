@@ -18,11 +18,13 @@ from trivium_ascend.pages import Blocks
 from trivium_ascend.session import AscendSession
 from trivium_torch.kernels.attention import kv_write as plain_write
 from trivium_torch.kernels.dense import Args, Attrs, turns
+from trivium_torch.kernels.dense import rope as plain_rope
 from trivium_torch.kernels.fused import PATTERNS
 
 MULTIPLE = 32
 """npu_mrope wants head size and rotated part in whole steps of so many numbers (16 would do in float32)."""
 SCATTER = "npu_scatter_pa_kv_cache"
+ROWS = "npu_scatter_nd_update_"
 
 
 def step_table(
@@ -86,6 +88,23 @@ def kv_write(session: AscendSession, args: Args, attrs: Attrs) -> Blocks:
     return kv if store(kv, args[1], args[2]) else plain_write(session, args, attrs)  # type: ignore[return-value]
 
 
+def kv_scatter(session: AscendSession, args: Args, attrs: Attrs) -> Blocks:
+    """Keys and values, each by a call of the operator that writes rows wherever it is told."""
+    kv: Blocks = args[0]
+    if kv.scales:
+        return plain_write(session, args, attrs)  # type: ignore[return-value]
+    kept, slots = kv.step.writes()
+    if slots.numel():
+        for x, block in zip(args[1:3], kv.blocks, strict=True):
+            rows = (x if kept is None else x[kept]).to(block.dtype)
+            npu.npu_scatter_nd_update_(block.flatten(0, 1), slots.to(torch.int64)[:, None], rows)
+    return kv
+
+
+def latent_scatter(session: AscendSession, args: Args, attrs: Attrs) -> Blocks:
+    return kv_scatter(session, (args[0], args[1][:, None], args[2][:, None]), attrs)
+
+
 def latent_write(session: AscendSession, args: Args, attrs: Attrs) -> Blocks:
     return kv_write(session, (args[0], args[1][:, None], args[2][:, None]), attrs)
 
@@ -104,6 +123,13 @@ def rope_write_apart(session: AscendSession, args: Args, attrs: Attrs) -> tuple[
     q, k, v, positions, inv_freq, kv = args
     key = rope(session, (k, positions, inv_freq), attrs)
     return rope(session, (q, positions, inv_freq), attrs), kv_write(session, (kv, key, v), {})
+
+
+def rope_scatter(session: AscendSession, args: Args, attrs: Attrs) -> tuple[Tensor, Blocks]:
+    """Turned by plain torch, where only rows can be written."""
+    q, k, v, positions, inv_freq, kv = args
+    key = plain_rope(session, (k, positions, inv_freq), attrs)
+    return plain_rope(session, (q, positions, inv_freq), attrs), kv_scatter(session, (kv, key, v), {})
 
 
 def mrope_fits(call: Call) -> str | None:
@@ -130,9 +156,12 @@ KERNELS = (
     NpuKernel("rope", rope, "npu_rotary_mul", 10, rotary_fits, ("npu_rotary_mul",)),
     NpuKernel("kv_write", kv_write, SCATTER, 10, needs=(SCATTER,)),
     NpuKernel("latent_write", latent_write, SCATTER, 10, needs=(SCATTER,)),
+    NpuKernel("kv_write", kv_scatter, ROWS, 8, needs=(ROWS,)),
+    NpuKernel("latent_write", latent_scatter, ROWS, 8, needs=(ROWS,)),
     NpuKernel(PATTERNS["rope_write"], rope_write, f"npu_mrope, {SCATTER}", 10, mrope_fits, ("npu_mrope", SCATTER)),
     NpuKernel(
         PATTERNS["rope_write"], rope_write_apart, f"npu_rotary_mul, npu_rotary_mul, {SCATTER}", 5, first(rotary_fits),
         ("npu_rotary_mul", SCATTER),
     ),
+    NpuKernel(PATTERNS["rope_write"], rope_scatter, f"rope, rope, {ROWS}", 4, needs=(ROWS,)),
 )  # fmt: skip

@@ -12,10 +12,11 @@ norms          rms_norm(x, weight | None, eps, offset=0.0) -> y
                add_rms_norm(x, y, weight | None, eps, offset=0.0) -> (total, normed); total has x's dtype and is rounded to it
                    before its norm is taken
                add_rms_norm_quantise(x, y, weight | None, eps, offset=0.0, *, kind) -> (total, Rows), and
-               rms_norm_quantise(x, weight | None, eps, offset=0.0, *, kind) -> Rows; kind: "int8" or "fp8"
+               rms_norm_quantise(x, weight | None, eps, offset=0.0, *, kind) -> Rows; kind: "int8", "fp8",
+               "fp8 blocks", or quantise.Given(scale, offset): int8 by these
 activations    gated(gate, up, *, kind="silu", limit=None, alpha=1.0, up_offset=0.0, dtype=None) -> y, the operator `gated`, all
                    kinds; in another dtype if asked
-               gated_quantise(..., *, quantise="int8" | "fp8") -> Rows
+               gated_quantise(..., *, quantise=kind) -> Rows
 quantise       quantise_rows(x, kind) -> Rows(numbers int8 or float8_e4m3fn [rows, n], scales float32[rows, 1])
                quantise_blocks(x) -> Rows(float8_e4m3fn [rows, n], scales float32[rows, n / 128])
 rotary         Store(numbers [kv_heads, slots, n], scales [kv_heads, slots, 1] | None): the parts of a trivium_torch store. numbers
@@ -32,23 +33,26 @@ attention      paged_attention(q[tokens, heads, n], keys: Store, values: Store, 
                    scale, window=None, softcap=None, causal=True) -> y
                latent_attention(q_latent, q_rope, latents: Store, ropes: Store, block_table, query_starts, context_lens, *,
                    page_size, max_queries, max_context, scale) -> y
-int4           Packed(codes uint8[..., in / 2, out], scales[..., groups, out], zeros[..., groups, out] | None, order int32[in] |
-                   None, group, inputs); its shape is [..., out, in]
+int4           Packed(codes uint8[..., in / 2, out], scales[..., groups, out], zeros[..., groups, out] | None, order
+                   int32[..., in] | None, group, inputs); its shape is [..., out, in]
                pack_int4(codes uint8[..., out, in], scales[..., out, groups], zeros[..., out, groups] | None, order | None)
                    -> Packed: weight = scale * (code - zero), zeros None: 8; order: input i of the codes is input order[i] of x
                pack_mxfp4(codes uint8[..., out, in], exponents uint8[..., out, in / 32]) -> Packed (scales uint8: exponent + 127)
                linear(x, packed, bias | None, *, invariant=False) -> y; unpack(packed, dtype) -> weight[..., out, in]
 int8           linear(x, numbers int8[out, in], scales float32[out, 1], bias | None, *, invariant=False) -> y, x as it comes
-               linear_rows(rows: Rows, numbers, scales, bias | None, dtype) -> y, whole numbers times whole numbers, any batch alike
+               linear_rows(rows: Rows, numbers, scales, bias | None, dtype, *, tile=None) -> y, whole numbers times whole numbers,
+                   any batch alike
 fp8            linear(x, numbers float8_e4m3fn[out, in], scales, bias | None, *, invariant=False) -> y, x as it comes
-               linear_rows(rows: Rows, numbers, scales, bias | None, dtype, *, invariant=False) -> y
+               linear_rows(rows: Rows, numbers, scales, bias | None, dtype, *, invariant=False, tile=None) -> y
                    scales float32: [1, 1], [out, 1] or, with quantise_blocks' rows or x as it comes, [out / 128, in / 128]
 experts        moe_experts(x, weights[tokens, top_k], ids int32[tokens, top_k], gate, up, down, gate_bias, up_bias, down_bias, *,
-                   kind, limit, alpha, up_offset, invariant=False) -> y; gate, up, down: float tensors or Packed
+                   kind, limit, alpha, up_offset, invariant=False) -> y; gate, up, down: float tensors, Packed, or the
+                   Matrix of int8 or fp8 [experts, out, in]
 sampler        sample(logits[rows, width], columns: Columns, *, vocab_size, features: Features, top_logprobs=-1) -> Chosen(ids
                    int32[rows], logprobs, ranks, top_ids, top_logprobs); Columns are the device's copies of SampleInputs, Features
                    what any row asks for. Stages 2 to 6, 8, 10, 11 and 13; for typical_p, top_n_sigma and XTC the reference is
                    needed
+adapters       lora(y, x, a float[slots, rank, in], b float[slots, rank, out], adapters int32[tokens]) -> z, the operator lora
 recurrent      gated_delta_rule(q, k, v, g, beta, state float32[pages, heads, dk, dv], table int32[seqs], query_starts,
-                   context_lens, *, scale) -> y; the state is changed in place
+                   context_lens, *, scale, max_queries) -> y; the state is changed in place
 """

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from trivium_cuda.kernels.common import Rows, flat, gate, power, warps
-from trivium_cuda.kernels.quantise import empty_rows, raw, store_quantised
+from trivium_cuda.kernels.quantise import Kind, arguments, empty_rows, padded, raw, store_quantised
 
 
 # Reads 2 n numbers a row and writes n; 10 to 20 n operations.
@@ -26,14 +26,14 @@ def _gated(
 # The same for whole rows, n bytes of output and a scale.
 @triton.jit
 def _gated_rows(
-    G, UP, Q, S, n, g_stride, up_stride, limit, alpha, up_offset,
+    G, UP, Q, S, n, g_stride, up_stride, limit, alpha, up_offset, given, shift,
     BLOCK: tl.constexpr, KIND: tl.constexpr, LIMITED: tl.constexpr, QUANTISE: tl.constexpr,
 ):  # fmt: skip
     row, c = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     g = tl.load(G + row * g_stride + c, mask=c < n, other=0.0).to(tl.float32)
     up = tl.load(UP + row * up_stride + c, mask=c < n, other=0.0).to(tl.float32)
     y = tl.where(c < n, gate(g, up, limit, alpha, up_offset, KIND, LIMITED), 0.0)
-    store_quantised(y.to(G.dtype.element_ty).to(tl.float32), row, Q, S, n, c, QUANTISE)
+    store_quantised(y.to(G.dtype.element_ty).to(tl.float32), row, Q, S, n, c, given, shift, QUANTISE, BLOCK)
 
 
 def gated(
@@ -54,14 +54,15 @@ def gated(
 
 def gated_quantise(
     g: Tensor, up: Tensor, *, kind: str = "silu", limit: float | None = None, alpha: float = 1.0, up_offset: float = 0.0,
-    quantise: str,
+    quantise: Kind,
 ) -> Rows:  # fmt: skip
     """quantise_rows(gated(g, up), quantise): what is quantised was rounded to g's dtype."""
     a, b = flat(g), flat(up)
-    n, rows, block = g.shape[-1], empty_rows(a, quantise), power(g.shape[-1])
+    n, rows, block = g.shape[-1], empty_rows(a, quantise), padded(g.shape[-1], quantise)
+    name, *given = arguments(quantise)
     if len(a):
         _gated_rows[(len(a),)](
             a, b, raw(rows.numbers), rows.scales, n, a.stride(0), b.stride(0), float(limit or 0.0), float(alpha), float(up_offset),
-            BLOCK=block, KIND=kind, LIMITED=limit is not None, QUANTISE=quantise, num_warps=warps(block),
+            *given, BLOCK=block, KIND=kind, LIMITED=limit is not None, QUANTISE=name, num_warps=warps(block),
         )  # fmt: skip
     return rows

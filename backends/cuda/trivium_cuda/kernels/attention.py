@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trivium_cuda.kernels.common import capability, from_e4m3, power, tanh
+from trivium_cuda.kernels.common import capability, first_tile, from_e4m3, power, sequence_of, tanh
 from trivium_cuda.kernels.rotary import Store
 
 FEW_ROWS = 16
@@ -35,23 +35,6 @@ class Tile(NamedTuple):
     keys: int
     warps: int
     stages: int
-
-
-@triton.jit
-def _first_tile(starts, seq, G, ROWS: tl.constexpr):
-    """The number of the first tile of a sequence: there is one more for each than rows need, so that no table is needed."""
-    return tl.load(starts + seq) * G // ROWS + seq
-
-
-@triton.jit
-def _sequence_of(tile, starts, seqs, G, ROWS: tl.constexpr):
-    """The sequence whose tile this is, by bisection."""
-    low, high = 0, seqs - 1
-    while low < high:
-        middle = (low + high + 1) // 2
-        here = _first_tile(starts, middle, G, ROWS) <= tile
-        low, high = tl.where(here, middle, low), tl.where(here, high, middle - 1)
-    return low
 
 
 @triton.jit
@@ -161,8 +144,8 @@ def _attend(
         seq, within = tile // tiles, tile % tiles
     else:
         tile = tl.num_programs(0) - 1 - tile  # the longest first, so that none is left over at the end
-        seq = _sequence_of(tile, starts, seqs, G, ROWS)
-        within = tile - _first_tile(starts, seq, G, ROWS)
+        seq = sequence_of(tile, starts, seqs, G, ROWS)
+        within = tile - first_tile(starts, seq, G, ROWS)
     begin, queries, context, first, stop = _span(starts, contexts, seq, within, G, window, ROWS, CAUSAL, WINDOW)
     if (_is_few(queries, G, FEW_ROWS) != FEW) | (within * ROWS >= queries * G):
         return

@@ -49,6 +49,23 @@ def flat(x: Tensor) -> Tensor:
 
 
 @triton.jit
+def first_tile(starts, seq, G, ROWS: tl.constexpr):
+    """The number of the first tile of a sequence: there is one more for each than rows need, so that no table is needed."""
+    return tl.load(starts + seq) * G // ROWS + seq
+
+
+@triton.jit
+def sequence_of(tile, starts, seqs, G, ROWS: tl.constexpr):
+    """The sequence whose tile this is, by bisection."""
+    low, high = 0, seqs - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        here = first_tile(starts, middle, G, ROWS) <= tile
+        low, high = tl.where(here, middle, low), tl.where(here, high, middle - 1)
+    return low
+
+
+@triton.jit
 def round_even(x):
     """Nearest whole number of float32 |x| < 2**22, ties to even: adding 1.5 * 2**23 leaves no bits for a fraction."""
     return (x + 12582912.0) - 12582912.0

@@ -15,11 +15,13 @@ from trivium_cuda.kernels.products import Matrix, Routes, product
 FEW, MANY = 16, 64
 """Rows of a block: where experts have few rows each, and where they have many."""
 
-Experts = Tensor | Packed
+Experts = Tensor | Packed | Matrix
 """weight[experts, out, in]."""
 
 
 def matrix(weight: Experts) -> Matrix:
+    if isinstance(weight, Matrix):
+        return weight
     if isinstance(weight, Packed):
         return weight.matrix()
     return Matrix("float", weight, weight.shape[1], weight.shape[2])
@@ -94,9 +96,9 @@ def _sum_choices(FOUND, weights, OUT, n, top_k, BLOCK: tl.constexpr):
     tl.store(OUT + token * n + c, total.to(OUT.dtype.element_ty), mask=c < n)
 
 
-def _many(weight: Experts, device: torch.device) -> int:
-    """Packed numbers take registers that 64 rows need where a product's sums are in registers of one warp."""
-    return MANY if isinstance(weight, Tensor) or capability(device) in (90, 100, 103) else MANY // 2
+def _many(weight: Matrix, device: torch.device) -> int:
+    """Numbers that become floats first take registers that 64 rows need where a product's sums are in registers of one warp."""
+    return MANY if weight.kind == "float" or capability(device) in (90, 100, 103) else MANY // 2
 
 
 def moe_experts(
@@ -107,19 +109,20 @@ def moe_experts(
     """The operator moe_experts of x[tokens, hidden]: weights float[tokens, top_k], ids int32[tokens, top_k], matrices
     [experts, out, in]. Blocks are larger where each expert has many rows, unless `invariant`; the gate's result is rounded
     to x's dtype (to float32 if the matrices are), choices are summed in float32."""
-    (tokens, top_k), experts = ids.shape, gate.shape[0]
-    hidden = down.shape[1]
+    of_gate, of_up, of_down = matrix(gate), matrix(up), matrix(down)
+    (tokens, top_k), experts = ids.shape, len(of_gate.numbers)
+    hidden = of_down.n
     y = torch.empty((tokens, hidden), dtype=x.dtype, device=x.device)
     if not tokens:
         return y
     choices = tokens * top_k
-    size = FEW if invariant or choices <= FEW * experts else _many(gate, x.device)
+    size = FEW if invariant or choices <= FEW * experts else _many(of_gate, x.device)
     plan = routes(ids, experts, size)
-    between = torch.promote_types(x.dtype, gate.dtype) if isinstance(gate, Tensor) else x.dtype
+    between = torch.promote_types(x.dtype, of_gate.numbers.dtype) if of_gate.kind == "float" else x.dtype
     of_tokens = plan._replace(divisor=top_k)
-    g = product(x, matrix(gate), gate_bias, torch.float32, routes=of_tokens, rows=choices)
-    u = product(x, matrix(up), up_bias, torch.float32, routes=of_tokens, rows=choices)
+    g = product(x, of_gate, gate_bias, torch.float32, routes=of_tokens, rows=choices)
+    u = product(x, of_up, up_bias, torch.float32, routes=of_tokens, rows=choices)
     a = gated(g, u, kind=kind, limit=limit, alpha=alpha, up_offset=up_offset, dtype=between)
-    found = product(a, matrix(down), down_bias, torch.float32, routes=plan, rows=choices)
+    found = product(a, of_down, down_bias, torch.float32, routes=plan, rows=choices)
     _sum_choices[(tokens, triton.cdiv(hidden, 1024))](found, weights.contiguous(), y, hidden, top_k, BLOCK=1024, num_warps=4)
     return y

@@ -9,11 +9,8 @@ import triton.language as tl
 from torch import Tensor
 
 from trivium_cuda.kernels.common import Rows, capability, from_e4m3
-from trivium_cuda.kernels.products import Matrix, product
+from trivium_cuda.kernels.products import NATIVE_FP8, Matrix, Plan, add_parts, product, rows_plan, split
 from trivium_cuda.kernels.quantise import BLOCK
-
-NATIVE = 89
-"""The first capability whose matrix units take these numbers; others get them as float16, which holds them exactly."""
 
 
 def matrix(numbers: Tensor, scales: Tensor) -> Matrix:
@@ -36,17 +33,18 @@ def linear(x: Tensor, numbers: Tensor, scales: Tensor, bias: Tensor | None = Non
 
 
 # Reads the weight once for every ROWS rows (n * k bytes), x once for every COLUMNS columns, and does 2 * m * n * k operations. The
-# matrix units' own sums have fewer bits than float32 holds: each step's is added to a float32 sum.
+# matrix units' own sums have fewer bits than float32 holds: each step's is added to a float32 sum. With parts it writes and reads
+# 4 * parts * m * n bytes more.
 @triton.jit
 def _bytes(
-    X, XS, W, WS, bias, OUT, m, n, k, x_row, x_block, w_row, w_block,
+    X, XS, W, WS, bias, OUT, m, n, k, x_row, x_block, w_row, w_block, share,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, BIASED: tl.constexpr, BLOCKED: tl.constexpr,
     NATIVE: tl.constexpr,
 ):  # fmt: skip
     r, c = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     live, inside, wide = r < m, c < n, r.to(tl.int64)
-    acc = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for start in range(0, k, DEPTH):
+    acc, low = tl.zeros([ROWS, COLUMNS], tl.float32), tl.program_id(2) * share
+    for start in range(low, tl.minimum(k, low + share), DEPTH):
         i = start + tl.arange(0, DEPTH)
         x_mask, w_mask = live[:, None] & (i < k)[None, :], inside[None, :] & (i < k)[:, None]
         if NATIVE:
@@ -65,14 +63,17 @@ def _bytes(
         acc = acc * tl.load(WS + c * w_row, mask=inside, other=0.0)[None, :]
     if BIASED:
         acc += tl.load(bias + c, mask=inside, other=0.0).to(tl.float32)[None, :]
-    tl.store(OUT + wide[:, None] * n + c[None, :], acc.to(OUT.dtype.element_ty), mask=live[:, None] & inside[None, :])
+    to = OUT + (tl.program_id(2) * m + wide)[:, None] * n + c[None, :]
+    tl.store(to, acc.to(OUT.dtype.element_ty), mask=live[:, None] & inside[None, :])
 
 
 def linear_rows(
-    rows: Rows, numbers: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtype, *, invariant: bool = False
-) -> Tensor:
+    rows: Rows, numbers: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtype, *, invariant: bool = False,
+    tile: Plan | None = None,
+) -> Tensor:  # fmt: skip
     """rows of float8_e4m3fn times numbers float8_e4m3fn[out, in], plus bias: [m, out] in dtype. Scales of the rows are [m, 1] with
-    those of the weight one or one a row, or [m, in / 128] with those of the weight for 128 by 128; ValueError otherwise."""
+    those of the weight one or one a row, or [m, in / 128] with those of the weight for 128 by 128; ValueError otherwise.
+    tile: None is rows_plan's."""
     (m, k), n, w = rows.numbers.shape, numbers.shape[0], matrix(numbers, scales)
     blocked = w.scale_block > 0
     if rows.scales.shape[1] != (triton.cdiv(k, BLOCK) if blocked else 1):
@@ -80,13 +81,17 @@ def linear_rows(
     out = torch.empty((m, n), dtype=dtype, device=numbers.device)
     if not m:
         return out
-    chip = capability(numbers.device)
-    native, warpgroups = chip >= NATIVE, chip in (90, 100, 103)
-    tile, columns, warps = (16, 64, 4) if invariant or m <= 32 else (64, 64, 4) if m <= 256 or not warpgroups else (128, 128, 8)
+    native = capability(numbers.device) >= NATIVE_FP8
+    p = tile or rows_plan(m, n, k, numbers.device, kind="fp8", invariant=invariant)
+    share, parts = split(k, p)
+    to = out if parts == 1 else torch.empty((parts, m, n), dtype=torch.float32, device=out.device)
+    biased = bias is not None and parts == 1
     x, y = (rows.numbers, numbers) if native else (rows.numbers.view(torch.uint8), w.raw)
-    _bytes[(triton.cdiv(m, tile), triton.cdiv(n, columns))](
-        x, rows.scales, y, scales, out if bias is None else bias, out, m, n, k, rows.scales.stride(0), int(blocked), w.scale_row,
-        w.scale_block, ROWS=tile, COLUMNS=columns, DEPTH=BLOCK, BIASED=bias is not None, BLOCKED=blocked, NATIVE=native,
-        num_warps=warps, num_stages=3 if native else 2,
+    _bytes[(triton.cdiv(m, p.rows), triton.cdiv(n, p.columns), parts)](
+        x, rows.scales, y, scales, bias if biased else out, to, m, n, k, rows.scales.stride(0), int(blocked), w.scale_row,
+        w.scale_block, share, ROWS=p.rows, COLUMNS=p.columns, DEPTH=p.depth, BIASED=biased, BLOCKED=blocked, NATIVE=native,
+        num_warps=p.warps, num_stages=p.stages,
     )  # fmt: skip
+    if parts > 1:
+        add_parts(to, bias, out)
     return out

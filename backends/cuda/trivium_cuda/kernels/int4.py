@@ -15,8 +15,9 @@ MX_GROUP = 32
 class Packed(NamedTuple):
     """codes uint8[..., in / 2, out]: the inputs in runs of 2 * half; byte j of a run has input j in its low and input half + j in
     its high bits, so that both are neighbours of their like in a tile. scales[..., groups, out]: of int4 any float type; of MXFP4
-    uint8, an exponent plus 127. zeros[..., groups, out], exact in the activations' dtype; None: 8. order int32[in] or None: input i
-    of the codes is input order[i] of x. group: inputs of a group. inputs: their number without what fills up the last run."""
+    uint8, an exponent plus 127. zeros[..., groups, out], exact in the activations' dtype; None: 8. order int32[..., in] or None:
+    input i of the codes is input order[i] of x. group: inputs of a group. inputs: their number without what fills up the last
+    run."""
 
     codes: Tensor
     scales: Tensor
@@ -97,7 +98,7 @@ def unpack(packed: Packed, dtype: torch.dtype) -> Tensor:
         points = 8.0 if packed.zeros is None else packed.zeros.transpose(-1, -2)[..., of].to(torch.float32)
         weight = scales[..., of].to(torch.float32) * (both.to(torch.float32) - points)
     if packed.order is not None:
-        weight = weight[..., torch.argsort(packed.order)]
+        weight = weight.gather(-1, torch.argsort(packed.order)[..., None, :].expand(weight.shape))
     return weight.to(dtype)
 
 

@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trivium_cuda.kernels.common import Rows, flat, power, warps
-from trivium_cuda.kernels.quantise import empty_rows, raw, store_quantised
+from trivium_cuda.kernels.common import Rows, flat, warps
+from trivium_cuda.kernels.quantise import Kind, arguments, empty_rows, padded, raw, store_quantised
 
 
 @triton.jit
@@ -26,7 +26,7 @@ def normed(x, W, c, n, eps, offset, WEIGHT: tl.constexpr):
 # About 5 n operations.
 @triton.jit
 def _norm(
-    X, Y, W, TOTAL, OUT, Q, S, n, x_stride, y_stride, eps, offset,
+    X, Y, W, TOTAL, OUT, Q, S, n, x_stride, y_stride, eps, offset, given, shift,
     BLOCK: tl.constexpr, ADD: tl.constexpr, WEIGHT: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -42,10 +42,10 @@ def _norm(
     if KIND == "":
         tl.store(OUT + row * n + c, y, mask=c < n)
     else:
-        store_quantised(y.to(tl.float32), row, Q, S, n, c, KIND)
+        store_quantised(y.to(tl.float32), row, Q, S, n, c, given, shift, KIND, BLOCK)
 
 
-def _launch(x: Tensor, y: Tensor | None, weight: Tensor | None, eps: float, offset: float, kind: str) -> tuple[Tensor, Any]:
+def _launch(x: Tensor, y: Tensor | None, weight: Tensor | None, eps: float, offset: float, kind: Kind | None) -> tuple[Tensor, Any]:
     """(sum of x and y or x itself, its norm or the norm's quantised rows)."""
     a = flat(x)
     b = a if y is None else flat(y)
@@ -53,34 +53,35 @@ def _launch(x: Tensor, y: Tensor | None, weight: Tensor | None, eps: float, offs
     total = a if y is None else torch.empty(shape, dtype=x.dtype, device=x.device)
     rows = empty_rows(a, kind) if kind else Rows(a, a)
     out = a if kind else torch.empty(shape, dtype=x.dtype, device=x.device)
-    block = power(n)
+    block, (name, *given) = padded(n, kind), arguments(kind)
     if len(a):
         _norm[(len(a),)](
             a, b, a if weight is None else weight, total, out, raw(rows.numbers) if kind else a, rows.scales, n, a.stride(0),
-            b.stride(0), eps, offset, BLOCK=block, ADD=y is not None, WEIGHT=weight is not None, KIND=kind, num_warps=warps(block),
+            b.stride(0), eps, offset, *given, BLOCK=block, ADD=y is not None, WEIGHT=weight is not None, KIND=name,
+            num_warps=warps(block),
         )  # fmt: skip
     return total, rows if kind else out
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float, offset: float = 0.0) -> Tensor:
     """The operator rms_norm of x[..., n]."""
-    out: Tensor = _launch(x, None, weight, eps, offset, "")[1]
+    out: Tensor = _launch(x, None, weight, eps, offset, None)[1]
     return out
 
 
 def add_rms_norm(x: Tensor, y: Tensor, weight: Tensor | None, eps: float, offset: float = 0.0) -> tuple[Tensor, Tensor]:
     """(x + y, rms_norm of it) of x, y[..., n]."""
-    return _launch(x, y, weight, eps, offset, "")
+    return _launch(x, y, weight, eps, offset, None)
 
 
-def rms_norm_quantise(x: Tensor, weight: Tensor | None, eps: float, offset: float = 0.0, *, kind: str) -> Rows:
+def rms_norm_quantise(x: Tensor, weight: Tensor | None, eps: float, offset: float = 0.0, *, kind: Kind) -> Rows:
     """quantise_rows(rms_norm(x)): what is quantised was rounded to x's dtype."""
     rows: Rows = _launch(x, None, weight, eps, offset, kind)[1]
     return rows
 
 
 def add_rms_norm_quantise(
-    x: Tensor, y: Tensor, weight: Tensor | None, eps: float, offset: float = 0.0, *, kind: str
+    x: Tensor, y: Tensor, weight: Tensor | None, eps: float, offset: float = 0.0, *, kind: Kind
 ) -> tuple[Tensor, Rows]:
     """(x + y, rms_norm_quantise of it)."""
     return _launch(x, y, weight, eps, offset, kind)

@@ -19,6 +19,10 @@ from trivium_cuda.kernels.common import capability, flat, from_e4m3
 
 FILLING = 264
 """Programs that keep a large chip's memory busy."""
+NATIVE_FP8 = 89
+"""The first capability whose matrix units take e4m3; others get its numbers as float16, which holds them exactly."""
+ROWS_DEPTH = 128
+"""Inputs of a step of bytes with bytes: those that share a scale where there are several for a row."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +117,7 @@ def _scaled_half(
 @triton.jit
 def _product(
     X, W, S, Z, order, bias, OUT, experts, rows_of,
-    m, n, k, x_row, expert_w, expert_s, group, scale_row, scale_block, share, divisor,
+    m, n, k, x_row, expert_w, expert_s, expert_o, group, scale_row, scale_block, share, divisor,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, KIND: tl.constexpr, ZEROS: tl.constexpr, ORDERED: tl.constexpr,
     BIASED: tl.constexpr, ROUTED: tl.constexpr, PARTS: tl.constexpr, BLOCKED: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
@@ -129,6 +133,7 @@ def _product(
         S += expert * expert_s
         Z += expert * expert_s
         bias += expert * n
+        order += expert * expert_o
     live, at = row < m, (row // divisor).to(tl.int64) * x_row
     acc = tl.zeros([ROWS, COLUMNS], tl.float32)
     low = part * share
@@ -181,7 +186,7 @@ def plan(m: int, w: Matrix, dtype: torch.dtype, device: torch.device, *, invaria
     few = routed <= 16 if routed else invariant or m <= 32
     if few:
         stages = 1 if wide else 4 if roomy else 3
-        parts = 1 if routed else _parts(w, 64, depth)
+        parts = 1 if routed else parts_of(w.n, w.k, 64)
         return Plan(16, 64, depth, parts, 4, stages)
     if wide or (routed or m) <= 64 or (w.packed and not warpgroups):
         mixed = w.order is not None and not warpgroups  # where x lies is loaded first, and takes registers
@@ -192,43 +197,66 @@ def plan(m: int, w: Matrix, dtype: torch.dtype, device: torch.device, *, invaria
     return Plan(routed or 128, columns, depth, 1, 8, 3 if roomy and not w.scale_block else 2)
 
 
-def _parts(w: Matrix, columns: int, depth: int) -> int:
+def parts_of(n: int, k: int, columns: int) -> int:
     """Parts that fill a chip, of 512 inputs at least."""
-    wanted = triton.cdiv(FILLING, triton.cdiv(w.n, columns))
-    return int(max(1, min(wanted, w.k // 512, 16)))
+    wanted = triton.cdiv(FILLING, triton.cdiv(n, columns))
+    return int(max(1, min(wanted, k // 512, 16)))
+
+
+def rows_plan(m: int, n: int, k: int, device: torch.device, *, kind: str, invariant: bool) -> Plan:
+    """Of rows of bytes ("int8" or "fp8") with a matrix[n, k] of them. `parts` depends on the matrix alone."""
+    chip = capability(device)
+    warpgroups, stages = chip in (90, 100, 103), 3 if kind == "int8" or chip >= NATIVE_FP8 else 2
+    if invariant or m <= 32:
+        return Plan(16, 64, ROWS_DEPTH, parts_of(n, k, 64), 4, stages)
+    if m <= 256 or (kind == "fp8" and not warpgroups):
+        return Plan(64, 64, ROWS_DEPTH, 1, 4, stages)
+    return Plan(128, 128, ROWS_DEPTH, 1, 8, stages)
+
+
+def split(k: int, p: Plan) -> tuple[int, int]:
+    """(inputs of a part, parts): whole steps, and no part without inputs."""
+    share = triton.cdiv(triton.cdiv(k, p.depth), p.parts) * p.depth
+    return share, triton.cdiv(k, share)
 
 
 def product(
     x: Tensor, w: Matrix, bias: Tensor | None, out_dtype: torch.dtype, *, invariant: bool = False, routes: Routes | None = None,
-    rows: int | None = None,
+    rows: int | None = None, tile: Plan | None = None,
 ) -> Tensor:  # fmt: skip
     """x[m, k] · wᵀ + bias in out_dtype, [m, n]; with `routes` [rows, n], each row by its expert's matrix. The products are of x's
-    dtype, or float32 if the weight is; sums of float32."""
+    dtype, or float32 if the weight is; sums of float32. tile: None is plan's."""
     x = flat(x)
     m = x.shape[0] if rows is None else rows
     out = torch.empty((m, w.n), dtype=out_dtype, device=x.device)
     if not m:
         return out
     dtype = torch.promote_types(x.dtype, w.numbers.dtype) if w.kind == "float" else x.dtype
-    p = plan(m, w, dtype, x.device, invariant=invariant, routed=routes.size if routes else 0)
-    share = triton.cdiv(triton.cdiv(w.k, p.depth), p.parts) * p.depth
-    parts = triton.cdiv(w.k, share)
+    p = tile or plan(m, w, dtype, x.device, invariant=invariant, routed=routes.size if routes else 0)
+    share, parts = split(w.k, p)
     to = out if parts == 1 else torch.empty((parts, m, w.n), dtype=torch.float32, device=x.device)
     blocks = triton.cdiv(m, p.rows) if routes is None else len(routes.experts)
-    scales = x if w.scales is None else w.scales
+    scales, order = x if w.scales is None else w.scales, x if w.order is None else w.order
+    each = order.stride(0) if w.order is not None and order.dim() > 1 else 0
     constants: dict[str, Any] = {
         "ROWS": p.rows, "COLUMNS": p.columns, "DEPTH": p.depth, "KIND": w.kind, "ZEROS": w.zeros is not None,
         "ORDERED": w.order is not None, "BIASED": bias is not None, "ROUTED": routes is not None, "PARTS": parts,
         "BLOCKED": w.scale_block > 0, "C": TYPES[dtype],
     }  # fmt: skip
     _product[(blocks, triton.cdiv(w.n, p.columns), parts)](
-        x, w.raw, scales, scales if w.zeros is None else w.zeros, x if w.order is None else w.order, x if bias is None else bias,
+        x, w.raw, scales, scales if w.zeros is None else w.zeros, order, x if bias is None else bias,
         to, routes.experts if routes else x, routes.rows if routes else x, m, w.n, w.k, x.stride(0), w.numbers.stride(0),
-        scales.stride(0), w.group, w.scale_row, w.scale_block, share, routes.divisor if routes else 1, num_warps=p.warps,
+        scales.stride(0), each, w.group, w.scale_row, w.scale_block, share, routes.divisor if routes else 1, num_warps=p.warps,
         num_stages=p.stages, **constants,
     )  # fmt: skip
     if parts > 1:
-        _add_parts[(triton.cdiv(out.numel(), 1024),)](
-            to, x if bias is None else bias, out, out.numel(), w.n, PARTS=parts, BLOCK=1024, BIASED=bias is not None, num_warps=4
-        )
+        add_parts(to, bias, out)
     return out
+
+
+def add_parts(partial: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """out[m, n] = the sum of partial float32[parts, m, n] in their order, plus bias[n]."""
+    _add_parts[(triton.cdiv(out.numel(), 1024),)](
+        partial, out if bias is None else bias, out, out.numel(), out.shape[-1], PARTS=len(partial), BLOCK=1024,
+        BIASED=bias is not None, num_warps=4,
+    )  # fmt: skip

@@ -2,22 +2,51 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from trivium_cuda.kernels.common import Rows, flat, largest, power, quantised, warps
+from trivium_cuda.kernels.common import Rows, flat, largest, power, quantised, round_even, warps
 
-DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "fp8 blocks": torch.float8_e4m3fn}
+"""The kinds of quantised rows: with a scale a row, or for "fp8 blocks" one for every BLOCK numbers of it."""
 BLOCK = 128
-"""Numbers that share a scale in quantise_blocks."""
 
 
-def empty_rows(x: Tensor, kind: str) -> Rows:
+class Given(NamedTuple):
+    """The kind of int8 rows whose scale and offset are given: round(x / scale) + offset within -128..127, ties to even."""
+
+    scale: float
+    offset: int
+
+    def __str__(self) -> str:
+        return f"int8 by {self.scale:.3g} plus {self.offset}"
+
+
+Kind = str | Given
+
+
+def arguments(kind: Kind | None) -> tuple[str, float, int]:
+    """(name, given scale, given offset) of a kind as kernels take it; None: not quantised."""
+    if isinstance(kind, Given):
+        return "int8 given", *kind
+    return kind or "", 1.0, 0
+
+
+def empty_rows(x: Tensor, kind: Kind) -> Rows:
     """Memory for the rows of x[rows, n]."""
-    numbers = torch.empty(x.shape, dtype=DTYPES[kind], device=x.device)
-    return Rows(numbers, torch.empty((x.shape[0], 1), dtype=torch.float32, device=x.device))
+    rows, n = x.shape
+    numbers = torch.empty(x.shape, dtype=torch.int8 if isinstance(kind, Given) else DTYPES[kind], device=x.device)
+    scales = triton.cdiv(n, BLOCK) if kind == "fp8 blocks" else 1
+    return Rows(numbers, torch.empty((rows, scales), dtype=torch.float32, device=x.device))
+
+
+def padded(n: int, kind: Kind | None) -> int:
+    """Numbers of the program that holds a row of n and stores it as `kind`."""
+    return power(n, BLOCK if kind == "fp8 blocks" else 1)
 
 
 def raw(numbers: Tensor) -> Tensor:
@@ -26,20 +55,32 @@ def raw(numbers: Tensor) -> Tensor:
 
 
 @triton.jit
-def store_quantised(y, row, Q, S, n, c, KIND: tl.constexpr):
-    """Stores a row y, float32[BLOCK], as bytes and its scale."""
-    scale = tl.div_rn(tl.max(tl.abs(y), 0), largest(y, KIND))
-    tl.store(S + row, scale)
-    tl.store(Q + row * n + c, quantised(y, scale, KIND), mask=c < n)
+def store_quantised(y, row, Q, S, n, c, given, shift, KIND: tl.constexpr, BLOCK: tl.constexpr):
+    """Stores a row y, float32[BLOCK] with zeros beyond n, as bytes and its scale or scales; given, shift: see arguments."""
+    if KIND == "fp8 blocks":
+        parts: tl.constexpr = BLOCK // 128
+        part, runs = tl.arange(0, parts), tl.reshape(y, [parts, 128])
+        scales = tl.div_rn(tl.max(tl.abs(runs), 1), tl.full([parts], 448.0, tl.float32))
+        tl.store(S + row * tl.cdiv(n, 128) + part, scales, mask=part * 128 < n)
+        code = tl.reshape(quantised(runs, scales[:, None], "fp8"), [BLOCK])
+    elif KIND == "int8 given":
+        tl.store(S + row, given)
+        whole = round_even(tl.minimum(tl.maximum(tl.div_rn(y, given + tl.zeros_like(y)), -512.0), 512.0)) + shift
+        code = tl.minimum(tl.maximum(whole, -128.0), 127.0).to(tl.int8)
+    else:
+        scale = tl.div_rn(tl.max(tl.abs(y), 0), largest(y, KIND))
+        tl.store(S + row, scale)
+        code = quantised(y, scale, KIND)
+    tl.store(Q + row * n + c, code, mask=c < n)
 
 
 # Reads n numbers a row and writes n bytes and a scale; about 10 n operations.
 @triton.jit
-def _rows(X, Q, S, n, stride, BLOCK: tl.constexpr, KIND: tl.constexpr):
+def _rows(X, Q, S, n, stride, given, shift, BLOCK: tl.constexpr, KIND: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, BLOCK)
     x = tl.load(X + row * stride + c, mask=c < n, other=0.0).to(tl.float32)
-    store_quantised(x, row, Q, S, n, c, KIND)
+    store_quantised(x, row, Q, S, n, c, given, shift, KIND, BLOCK)
 
 
 # Reads n numbers a row and writes n bytes and n / 128 scales; about 10 n operations. A program takes 128 numbers of 16 rows.
@@ -55,14 +96,14 @@ def _blocks(X, Q, S, rows, n, stride, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(Q + row[:, None] * n + c[None, :], quantised(x, scale[:, None], "fp8"), mask=here)
 
 
-def quantise_rows(x: Tensor, kind: str) -> Rows:
+def quantise_rows(x: Tensor, kind: Kind) -> Rows:
     """x[rows, n] as "int8" or "fp8" (e4m3fn): the scale is the row's largest size / 127 or / 448 in float32, numbers are the
-    nearest, ties to even; a row of zeros has the scale 0."""
+    nearest, ties to even; a row of zeros has the scale 0. Or as Given says."""
     x = flat(x)
     rows, n = empty_rows(x, kind), x.shape[1]
-    block = power(n)
+    block, (name, *given) = power(n), arguments(kind)
     if len(x):
-        _rows[(len(x),)](x, raw(rows.numbers), rows.scales, n, x.stride(0), BLOCK=block, KIND=kind, num_warps=warps(block))
+        _rows[(len(x),)](x, raw(rows.numbers), rows.scales, n, x.stride(0), *given, BLOCK=block, KIND=name, num_warps=warps(block))
     return rows
 
 

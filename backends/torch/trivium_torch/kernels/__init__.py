@@ -14,6 +14,7 @@ _RUN = {**dense.KERNELS, **movement.KERNELS, **attention.KERNELS, **moe.KERNELS,
 OPERATOR_KERNELS: tuple[Kernel, ...] = (
     *(Kernel(name, run, f"torch {name}") for name, run in _RUN.items()),
     Kernel("paged_attention", attention.sdpa, "scaled_dot_product_attention", 1, attention.sdpa_supports),
+    Kernel("bidirectional_attention", attention.bidirectional_sdpa, "scaled_dot_product_attention", 1),
 )
 """Every operator of the set."""
 

@@ -8,15 +8,18 @@ share a key head are rows of one product. Computed in float32 whatever the dtype
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from trivium.ops import Call
 from trivium_torch.kernels.dense import F32, Args, Attrs, full_rows
-from trivium_torch.pages import Floats, Paged, Span
+from trivium_torch.kernels.moe import best
+from trivium_torch.pages import Floats, Paged, Span, alike
 from trivium_torch.session import TorchSession
 
 
@@ -140,7 +143,108 @@ def latent_attention(session: TorchSession, args: Args, attrs: Attrs) -> Tensor:
     return over_spans(q, kv, 1, kv.k, attrs, one)
 
 
+class Whole(NamedTuple):
+    """Sequences of a step, padded to one length T: `span` with their rows as keys, too; kept: int64[real tokens], which of the
+    N * T rows are no padding; tokens: int64[real tokens], what they are in the step."""
+
+    span: Span
+    kept: Tensor
+    tokens: Tensor
+
+
+def wholes(session: TorchSession, query_starts: Tensor, window: int | None, repeat: int) -> list[Whole]:
+    """The sequences that start and end in a step, those of like length together; worked out once for all layers."""
+
+    def make() -> list[Whole]:
+        starts = session.once(("starts", id(query_starts)), lambda: query_starts.cpu().numpy().astype(np.int64))
+        counts = np.diff(starts)
+        return [_whole(session, starts[seqs], counts[seqs], window, repeat) for seqs in alike(np.minimum(counts, 1), counts)]
+
+    return session.once(("wholes", id(query_starts), window, repeat), make)  # type: ignore[no-any-return]
+
+
+def _whole(
+    session: TorchSession, starts: npt.NDArray[np.int64], counts: npt.NDArray[np.int64], window: int | None, repeat: int
+) -> Whole:
+    at = np.arange(int(counts.max()))
+    real = at < counts[:, None]
+    rows = starts[:, None] + np.where(real, at, 0)
+    near = abs(at[:, None] - at) <= (len(at) if window is None else window)
+    seen = real[:, None] & (near | ~real[..., None])  # padding sees something, too: a softmax over nothing is no number
+    mask = None if seen.all() else session.upload(np.tile(seen, (1, repeat, 1)))
+    kept, index = np.flatnonzero(real), session.upload(rows)
+    return Whole(Span(index, index, mask), session.upload(kept), session.upload(rows.flatten()[kept]))
+
+
+def over_wholes(session: TorchSession, args: Args, attrs: Attrs, one: Callable[[Tensor, Tensor, Tensor, Span], Tensor]) -> Tensor:
+    """What `one` makes of queries[kv_heads, N, repeat * T, n], keys and values[kv_heads, N, T, n] of the step's sequences."""
+    q, k, v, query_starts = args
+    y, kv_heads = torch.zeros_like(q), k.shape[1]
+    for span, kept, tokens in wholes(session, query_starts, attrs["window"], q.shape[1] // kv_heads):
+        keys, values = (x[span.slots].permute(2, 0, 1, 3) for x in (k, v))
+        found = answers(one(queries(q, span, kv_heads), keys, values, span), span)
+        y.index_copy_(0, tokens, found[kept].to(q.dtype))
+    return y
+
+
+def bidirectional_attention(session: TorchSession, args: Args, attrs: Attrs) -> Tensor:
+    def one(q: Tensor, k: Tensor, v: Tensor, span: Span) -> Tensor:
+        return attend(session, q.to(F32), k.to(F32), v.to(F32), span, scale=attrs["scale"])
+
+    return over_wholes(session, args, attrs, one)
+
+
+def bidirectional_sdpa(session: TorchSession, args: Args, attrs: Attrs) -> Tensor:
+    """As sdpa(), of whole sequences."""
+    if session.invariant:
+        return bidirectional_attention(session, args, attrs)
+
+    def one(q: Tensor, k: Tensor, v: Tensor, span: Span) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, span.mask, scale=attrs["scale"])
+
+    return over_wholes(session, args, attrs, one)
+
+
+def top_positions(session: TorchSession, args: Args, attrs: Attrs) -> Tensor:
+    """Scores of a token and all keys are one product, heads as rows; they and their order in float32."""
+    q, weights, keys, *_ = args
+    top = attrs["top_k"]
+    found = torch.full((len(q), top), -1, dtype=torch.int32, device=q.device)
+    for span in keys.step.spans(None, True, 1, None):
+        key = torch.cat([keys.k.read(span.slots), keys.v.read(span.slots)], dim=-1)[0].to(F32)
+        n, count = span.rows.shape
+        rows = q[span.rows].to(F32).view(n, -1, q.shape[-1])
+        similar = torch.matmul(full_rows(session, rows), key.transpose(-1, -2))[:, : rows.shape[1]].relu()
+        worth = (weights[span.rows].to(F32)[..., None] * similar.view(n, count, q.shape[1], -1)).sum(dim=2)
+        worth = worth if span.mask is None else worth.masked_fill(~span.mask, -torch.inf)
+        order = best(worth, top)
+        order = order.masked_fill(worth.gather(-1, order) == -torch.inf, -1).to(torch.int32)
+        found[span.rows.flatten(), : order.shape[-1]] = order.flatten(0, 1)
+    return found
+
+
+def sparse_latent_attention(session: TorchSession, args: Args, attrs: Attrs) -> Tensor:
+    """latent_attention where a query sees its positions only; scores of all keys are made, and most of them are masked."""
+    q_latent, q_rope, kv, _, _, chosen = args
+    q, heads = torch.cat([q_latent, q_rope], dim=-1), q_latent.shape[1]
+
+    def one(span: Span) -> Tensor:
+        latent, turned = kv.k.read(span.slots).to(F32), kv.v.read(span.slots).to(F32)
+        at, keys = chosen[span.rows].long(), span.slots.shape[1]
+        seen = torch.zeros((*at.shape[:2], keys + 1), dtype=torch.bool, device=at.device)
+        seen = seen.scatter_(-1, torch.where(at < 0, keys, at), True)[..., :keys]
+        sight = span._replace(mask=seen.repeat(1, heads, 1))
+        k = torch.cat([latent, turned], dim=-1)
+        return attend(session, queries(q, span, 1).to(F32), k, latent, sight, scale=attrs["scale"])
+
+    return over_spans(q_latent, kv, 1, kv.k, attrs, one)
+
+
+TORCH_FUSED = (sdpa, bidirectional_sdpa)
+"""Those that call torch's fused attention."""
+
 KERNELS: Mapping[str, Callable[[TorchSession, Args, Attrs], Any]] = {
     "kv_write": kv_write, "latent_write": latent_write, "paged_attention": paged_attention, "latent_attention": latent_attention,
-    "chunked_attention": chunked_attention,
+    "chunked_attention": chunked_attention, "bidirectional_attention": bidirectional_attention,
+    "top_positions": top_positions, "sparse_latent_attention": sparse_latent_attention,
 }  # fmt: skip

@@ -148,6 +148,15 @@ def rope(session: TorchSession, args: Args, attrs: Attrs) -> Tensor:
     return turn(session, *args, **attrs)
 
 
+def segment_embedding(session: TorchSession, args: Args, attrs: Attrs) -> Tensor:
+    ids, weight, query_starts = args
+    separators = (ids == attrs["separator"]).cumsum(0)
+    before = F.pad(separators, (1, 0))
+    counts = query_starts.diff()
+    first = before[query_starts[:-1].long()].repeat_interleave(counts, output_size=len(ids))
+    return embedding(session, [(before[:-1] - first).clamp(max=weight.shape[0] - 1), weight], {"scale": 1.0})
+
+
 def position_scale(session: TorchSession, args: Args, attrs: Attrs) -> Tensor:
     """The factors are worked out once a step for all layers."""
     x: Tensor = args[0]
@@ -188,5 +197,5 @@ def lora(session: TorchSession, args: Args, attrs: Attrs) -> Tensor:
 KERNELS: Mapping[str, Callable[[TorchSession, Args, Attrs], Tensor]] = {
     "linear": linear, "head_linear": head_linear, "embedding": embedding, "add": add, "mul": mul, "scale": scale,
     "softcap": softcap, "rms_norm": rms_norm, "layer_norm": layer_norm, "activation": activation, "gated": gated, "rope": rope,
-    "lora": lora, "position_scale": position_scale,
+    "lora": lora, "segment_embedding": segment_embedding, "position_scale": position_scale,
 }  # fmt: skip

@@ -53,7 +53,7 @@ def all_reduce(session: TorchSession, args: Args, attrs: Attrs) -> Tensor:
 
 
 def all_gather(session: TorchSession, args: Args, attrs: Attrs) -> Tensor:
-    collectives.expect_ranks(attrs["ranks"])
+    collectives.expect_ranks(attrs["ranks"], session.team)
     return session.all_gather(args[0], attrs["dim"])
 
 

@@ -27,7 +27,7 @@ from trivium.plugin import Device, Executable, Memory, Session, Step
 from trivium_torch.formats import FORMATS
 from trivium_torch.ranks import data
 from trivium_torch.ranks.data import NOTHING, Array, Message
-from trivium_torch.ranks.division import Division, by_heads, by_layers, loads
+from trivium_torch.ranks.division import Division, Ways, divide, loads
 from trivium_torch.ranks.wire import Gone, Wire
 
 if TYPE_CHECKING:
@@ -41,15 +41,16 @@ collective, for good."""
 _FLOATS = ("float32", "bfloat16", "float16")
 
 
-def rank_devices(backend: TorchBackend, device: Device, ranks: int, by: str) -> list[Device]:
+def rank_devices(backend: TorchBackend, device: Device, ways: Ways) -> list[Device]:
     """The devices of the ranks: `device` and those that follow it, or on the host the same for all. Raises InvalidRequestError."""
-    if backend.torch_device(device).partition(":")[0] == "cpu":
-        return [device] * ranks
     kind = backend.torch_device(device).partition(":")[0]
+    if kind == "cpu":
+        return [device] * ways.ranks
     same = [d for d in backend.probe().devices if backend.torch_device(d).partition(":")[0] == kind and d.index >= device.index]
-    if len(same) < ranks:
-        raise InvalidRequestError(f"{by} {ranks} needs as many devices from {device.name} on; there are {len(same)}", param=by)
-    return same[:ranks]
+    if len(same) < ways.ranks:
+        message = f"{ways} needs as many devices of this machine from {device.name} on; there are {len(same)}"
+        raise InvalidRequestError(message, param="tensor_parallel" if ways.tensor > 1 else "pipeline_parallel")
+    return same[: ways.ranks]
 
 
 @dataclass(eq=False)
@@ -93,11 +94,11 @@ class RanksExecutable(Executable):
 
 
 class RanksSession(Session):
-    """See plugin.Session. backend, devices: what each rank opens; options: of its open(), with a definite "dtype"; by: how a model
-    is shared out, "tensor_parallel" or "pipeline_parallel"."""
+    """See plugin.Session. backend, devices: what each rank opens; options: of its open(), with a definite "dtype"; ways: how a
+    model is shared out."""
 
-    def __init__(self, backend: TorchBackend, devices: Sequence[Device], options: Mapping[str, Any], by: str) -> None:
-        self._divide = {"tensor_parallel": by_heads, "pipeline_parallel": by_layers}[by]
+    def __init__(self, backend: TorchBackend, devices: Sequence[Device], options: Mapping[str, Any], ways: Ways) -> None:
+        self._ways = ways
         self._ranks, self._on_host = len(devices), backend.torch_device(devices[0]) == "cpu"
         self._folder = tempfile.TemporaryDirectory(prefix="trivium-ranks-")
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -107,7 +108,7 @@ class RanksSession(Session):
         self._lost = ""
         self._pending: list[Pending] = []
         self._spec, self._pages = KVSpec(1, "float32", ()), 0
-        self._division = Division((), 0, frozenset())
+        self._division = Division((), 0)
         try:
             self._start(backend, devices, dict(options))
         except BaseException:
@@ -124,6 +125,7 @@ class RanksSession(Session):
         kind = torch.device(backend.torch_device(devices[0]))
         head = {
             "backend": f"{type(backend).__module__}:{type(backend).__qualname__}", "ranks": self._ranks, "options": options,
+            "stride": self._ways.tensor,
             "collective": dist.get_default_backend_for_device(kind), "store": f"file://{Path(self._folder.name) / 'store'}",
         }  # fmt: skip
         for _ in devices:
@@ -278,9 +280,10 @@ class RanksSession(Session):
         self._spec, self._pages = spec, pages  # which states are cut is known once there is a Program
 
     def compile(self, program: Program, weights: Mapping[str, Any]) -> Executable:
-        self._division = self._divide(program, self._spec, self._ranks)
+        self._division = divide(program, self._spec, self._ways)
+        pieces = [share.piece for share in self._division.shares]
         for pending, dim, names in loads(self._division, weights):
-            self.settle(self._post(list(_load_messages(pending, dim, names, self._ranks))))
+            self.settle(self._post(list(_load_messages(pending, dim, names, pieces))))
         self._pending.clear()
         stores = [{"do": "kv_store", "spec": data.spec_data(s.spec), "pages": self._pages} for s in self._division.shares]
         self.settle(self._post([Message(head) for head in stores]))
@@ -322,22 +325,24 @@ def _raise(rank: int, head: Mapping[str, Any]) -> NoReturn:
     raise kind(f"rank {rank}: {head['message']}", param=head["param"])
 
 
-def _load_messages(pending: Pending, dim: int | None, names: Sequence[list[str]], ranks: int) -> Iterator[Message]:
+def _load_messages(
+    pending: Pending, dim: int | None, names: Sequence[list[str]], pieces: Sequence[tuple[int, int]]
+) -> Iterator[Message]:
     """Each rank's part of a weight; floats go as they are stored, the rest as float32."""
     weight = pending.weight
     stored = weight.format if weight.format in _FLOATS else "float32"
     whole = np.asarray(weight.data if weight.format in _FLOATS else weight.decode()).reshape(weight.shape)
-    for rank in range(ranks):
-        if not names[rank]:
+    for own, (which, count) in zip(names, pieces, strict=True):
+        if not own:
             yield NOTHING
             continue
         array, origin = whole, weight.origin
         if dim is not None:
-            size = weight.shape[dim] // ranks
-            array = whole[(slice(None),) * dim + (slice(rank * size, (rank + 1) * size),)]
-            origin = weight.origin and f"{weight.origin}/{dim}:{rank} of {ranks}"
+            size = weight.shape[dim] // count
+            array = whole[(slice(None),) * dim + (slice(which * size, (which + 1) * size),)]
+            origin = weight.origin and f"{weight.origin}/{dim}:{which} of {count}"
         head = {
-            "do": "load", "names": names[rank], "name": weight.name, "shape": list(array.shape), "stored": stored, "origin": origin,
+            "do": "load", "names": own, "name": weight.name, "shape": list(array.shape), "stored": stored, "origin": origin,
             "format": pending.format,
         }  # fmt: skip
         yield Message(head, [array])

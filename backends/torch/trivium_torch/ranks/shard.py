@@ -249,11 +249,15 @@ def _head_linear(s: _Shard, args: Sequence[Any], attrs: Mapping[str, Any]) -> An
     return y
 
 
-def _latent_attention(s: _Shard, args: Sequence[Any], attrs: Mapping[str, Any]) -> Any:
+def _latent_attention(name: str) -> Rule:
     """Latents are of no head: every rank stores all of them, and attends with its own heads."""
-    if s.cut.get(args[0]) != 1 or s.cut.get(args[1]) != 1:
-        return s.plain("latent_attention", s.gathered(args), attrs)
-    return s.plain("latent_attention", args, attrs, 1)
+
+    def rule(s: _Shard, args: Sequence[Any], attrs: Mapping[str, Any]) -> Any:
+        if s.cut.get(args[0]) != 1 or s.cut.get(args[1]) != 1:
+            return s.plain(name, s.gathered(args), attrs)
+        return s.plain(name, args, attrs, 1)
+
+    return rule
 
 
 def _moe_experts(s: _Shard, args: Sequence[Any], attrs: Mapping[str, Any]) -> Any:
@@ -273,9 +277,10 @@ def _moe_experts(s: _Shard, args: Sequence[Any], attrs: Mapping[str, Any]) -> An
 RULES: Mapping[str, Rule] = {
     "linear": _linear, "reshape": _reshape, "kv_write": _kv_write,
     **{name: _attention(name) for name in ("paged_attention", "chunked_attention")},
-    "head_linear": _head_linear, "latent_attention": _latent_attention, "moe_experts": _moe_experts,
+    "head_linear": _head_linear, "moe_experts": _moe_experts,
+    **{name: _latent_attention(name) for name in ("latent_attention", "sparse_latent_attention")},
     **{name: _same(name) for name in ("add", "mul", "gated", "scale", "softcap", "activation")},
     **{name: _same(name, last=False) for name in ("rms_norm", "layer_norm", "rope", "position_scale", "slice", "concat")},
-    "gather_rows": _same("gather_rows"),
+    "bidirectional_attention": _same("bidirectional_attention", last=False), "gather_rows": _same("gather_rows"),
 }  # fmt: skip
 """What is known of operators whose arguments may be cut."""

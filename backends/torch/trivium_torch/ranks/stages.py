@@ -29,13 +29,20 @@ def cut(program: Program, count: int) -> list[Stage]:
     whole = expanded(program)
     if count > len(whole.states):
         raise UnsupportedError(f"{len(whole.states)} layers can't be shared by {count} ranks", param="pipeline_parallel")
-    bounds = [len(whole.states) * k // count for k in range(count + 1)]
-    ends = [0, *(_best_cut(whole, first) for first in bounds[1:-1]), len(whole.calls)]
+    places = _places(whole)
+    bounds = _bounds(places, len(whole.states), count)
+    ends = [0, *(min(places[first], key=lambda at: _crossing_width(whole, at)) for first in bounds[1:-1]), len(whole.calls)]
     home = {v: k for k in range(count) for c in whole.calls[ends[k] : ends[k + 1]] for v in c.results}
     crossing = list(_crossing(whole, ends, home))
     return [
         _stage(whole, whole.calls[ends[k] : ends[k + 1]], range(bounds[k], bounds[k + 1]), crossing, k, count) for k in range(count)
     ]
+
+
+def all_of(program: Program) -> Stage:
+    """The one stage of a Program that is not cut."""
+    parts = {c.value.name: Part(c.value.name) for c in program.constants}
+    return Stage(program, parts, tuple(range(len(program.states))))
 
 
 def stage_spec(spec: KVSpec, states: Sequence[int]) -> KVSpec:
@@ -64,17 +71,27 @@ def _replay(b: Builder, call: Call, env: dict[Value, Any]) -> None:
     env.update(zip(call.results, got if isinstance(got, tuple) else (got,), strict=True))
 
 
-def _best_cut(program: Program, first: int) -> int:
-    """The number of calls before the cut in front of state `first`: where the fewest numbers a token cross it."""
+def _places(program: Program) -> Mapping[int, range]:
+    """Where a cut in front of each state can be, as numbers of calls before it: none where a layer uses states of both sides."""
     versions = _versions(program)
     uses = [(at, versions[v]) for at, c in enumerate(program.calls) for v in c.args if v in versions]
-    low = max((at for at, state in uses if state < first), default=-1) + 1
-    high = min((at for at, state in uses if state >= first), default=len(program.calls))
-    if low > high:
-        raise UnsupportedError(
-            "layers on both sides of a cut share states: this model can't be cut there", param="pipeline_parallel"
-        )
-    return min(range(low, high + 1), key=lambda at: _crossing_width(program, at))
+    found = dict[int, range]()
+    for first in range(1, len(program.states)):
+        low = max((at for at, state in uses if state < first), default=-1) + 1
+        found[first] = range(low, min((at for at, state in uses if state >= first), default=len(program.calls)) + 1)
+    return found
+
+
+def _bounds(places: Mapping[int, range], states: int, count: int) -> Sequence[int]:
+    """The first state of each rank, and the number of all: as even as layers that have several states allow."""
+    bounds = [0]
+    for k in range(1, count):
+        possible = [first for first, places in places.items() if first > bounds[-1] and places]
+        if not possible:
+            message = f"layers that share states can't be cut, and no {count} stretches are left: give fewer ranks"
+            raise UnsupportedError(message, param="pipeline_parallel")
+        bounds.append(min(possible, key=lambda first: abs(first - states * k // count)))
+    return [*bounds, states]
 
 
 def _versions(program: Program) -> dict[Value, int]:

@@ -22,12 +22,14 @@ from typing import Any, NoReturn
 import numpy as np
 import torch.distributed as dist
 
-from trivium.errors import BackendError, TriviumError
+from trivium.errors import BackendError, TriviumError, UnsupportedError
 from trivium.ops import Call, KVSpec, Pattern, Weight, rewrite
 from trivium.plugin import Executable, Session, Step, select_kernels
+from trivium_torch.collectives import EVERYONE, Team, teams
 from trivium_torch.ranks import data
 from trivium_torch.ranks.data import Array, Message
 from trivium_torch.ranks.wire import Gone, Wire
+from trivium_torch.session import TorchSession
 
 
 def float32_of(format: str) -> Callable[[Array], Array]:
@@ -51,10 +53,18 @@ class Rank:
         self._kernels = tuple(backend.kernels(device))
         options = {name: tuple(v) if isinstance(v, list) else v for name, v in head["options"].items()}
         self._session: Session = backend.open(device, options)
+        team = teams(head["ranks"], head["stride"])
+        if team is not EVERYONE:
+            self._join(team)
         self._weights: dict[str, Any] = {}
         self._spec = KVSpec(1, "float32", ())
         self._executable: Executable | None = None
         self._step: Step | None = None
+
+    def _join(self, team: Team) -> None:
+        if not isinstance(self._session, TorchSession):
+            raise UnsupportedError("its session is not trivium_torch's: it has no way to meet some of the ranks only")
+        self._session.team = team
 
     def answer(self, message: Message) -> Message:
         """Does what a message says."""

@@ -10,10 +10,11 @@ from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 from trivium.errors import InvalidRequestError
+from trivium.ops.batch import F32
 from trivium.sampling import SamplerState
 from trivium.sched import Sequence
 
-METHODS = ("ngram", "suffix", "draft")
+METHODS = ("ngram", "suffix", "draft", "mtp")
 MAX_TRIES = 16
 """Earlier occurrences that are compared, latest first: bounds the time of a proposal."""
 KEPT_TOKENS = 1024
@@ -29,10 +30,11 @@ GAP = -1
 @dataclass(frozen=True)
 class Speculative:
     """method: "ngram" copies what followed the longest, then latest earlier occurrence of the last tokens; "suffix" takes what
-    most often followed them, in finished requests too; "draft" asks a smaller model. num_speculative_tokens: most tokens drafted
+    most often followed them, in finished requests too; "draft" asks a smaller model, "mtp" the target's own head for multi-token
+    prediction, if its checkpoint has one. num_speculative_tokens: most tokens drafted
     for a sequence in one step. adaptive: drafts get shorter, or end, where measured times and acceptance say that they lose.
     prompt_lookup_min, prompt_lookup_max: length of the occurrences that are looked for, in tokens. model, backend: the draft
-    model, as LLM takes them; it must have the target's vocabulary."""
+    model, as LLM takes them; it must have the target's vocabulary. A head runs on the target's backend unless another is given."""
 
     method: str
     num_speculative_tokens: int = 6
@@ -82,8 +84,20 @@ class Ask(NamedTuple):
     sampler: SamplerState
 
 
+Seen = tuple[Sequence, int, F32]
+"""What the target has made of tokens n, n + 1, ... of a sequence: float32[tokens, hidden], what its output projection reads. The
+token behind them is known."""
+
+
 class Drafter(ABC):
     """Guesses how sequences go on. A wrong guess costs time and never changes the output."""
+
+    watches = False
+    """Whether watch() is to be called."""
+
+    def watch(self, seen: Seq[Seen]) -> None:
+        """(optional) Of every sequence in a step of the target, what is right of it. May raise, as propose()."""
+        return
 
     @abstractmethod
     def propose(self, asks: Seq[Ask]) -> Seq[Seq[int]]:

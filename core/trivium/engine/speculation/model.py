@@ -1,23 +1,34 @@
-"""A drafter that is a model of its own, with its own pages, on any backend."""
+"""Drafters that are models, with their own pages, on any backend: a smaller model, or a head of the target."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from typing import Any
+
+import numpy as np
 
 from trivium.engine.executor import Model
-from trivium.engine.speculation.drafter import Ask, Drafter
+from trivium.engine.speculation.drafter import Ask, Drafter, Seen
 from trivium.errors import CapacityError
 from trivium.kv import KVCache, root_key
+from trivium.models.decoder import DRAFT_ROWS
+from trivium.ops.batch import F32
+from trivium.plugin.contract import Step
 from trivium.sampling import build_inputs
 from trivium.sched import Entry, RowMap, Sequence, make_batch
 
 
-class _Lane:
-    """One of the target's sequences as the draft model knows it. seq: its tokens, and behind `agreed` of them the last drafts.
-    fed: leading tokens that are in the cache; seq.computed counts those that are no drafts."""
+_KEPT_ROWS = 16
+"""Hidden states of a sequence that wait for the next proposal, which then needs no step of its own for them."""
 
-    def __init__(self, tokens: Seq[int], root: bytes) -> None:
+
+class _Lane:
+    """One of the target's sequences as the draft model knows it. seq: its tokens from `shift` on, and behind `agreed` of them the
+    last drafts. fed: leading tokens that are in the cache; seq.computed counts those that are no drafts."""
+
+    def __init__(self, tokens: Seq[int], root: bytes, shift: int = 0) -> None:
         self.seq = Sequence(tokens, root, (0, 0, 0))
+        self.shift = shift
         self.agreed = self.seq.length
         self.fed = 0
 
@@ -96,7 +107,7 @@ class ModelDrafter(Drafter):
     def _round(self, asks: Seq[Ask], lanes: list[_Lane | None], drafts: Seq[list[int]]) -> bool:
         """One step of the model: every lane's tokens that it has not seen, as far as the step's budget goes; lanes that have seen
         all draw one more. False: all have their drafts, or no pages for more."""
-        left, entries, rows, states, drawing = self._max_tokens, list[Entry](), list[RowMap](), [], []
+        left, work, rows, states, drawing = self._max_tokens, list[tuple[_Lane, Entry]](), list[RowMap](), [], []
         for i, (ask, lane) in enumerate(zip(asks, lanes)):
             count = 0 if lane is None or len(drafts[i]) == ask.limit else min(lane.seq.length - lane.fed, left)
             if lane is None or count == 0:
@@ -108,16 +119,93 @@ class ModelDrafter(Drafter):
                     continue
             ahead = ask.sampler.ahead(drafts[i])
             draws = lane.fed + count == lane.seq.length and len(ahead) > len(drafts[i])
-            entries.append(Entry(lane.seq, lane.fed, count))
+            work.append((lane, Entry(lane.seq, lane.fed, count)))
             rows.append(RowMap(0, 0, int(draws)))
             if draws:
-                states.append((ahead[-1], lane.seq.length, -1))
+                states.append((ahead[-1], lane.shift + lane.seq.length, -1))
                 drawing.append((lane, drafts[i]))
             lane.fed += count
             left -= count
-        if entries:
-            batch = make_batch(entries, rows, self._kv, build_inputs(states, self._model.vocab_size))
-            for (lane, draft), token in zip(drawing, self._model.executable.run(batch).tokens().ids.tolist(), strict=True):
+        if work:
+            for (lane, draft), token in zip(drawing, self._run(work, rows, states).tokens().ids.tolist(), strict=True):
                 draft.append(token)
                 lane.seq.append(token)
-        return bool(entries)
+        return bool(work)
+
+    def _run(self, work: Seq[tuple[_Lane, Entry]], rows: Seq[RowMap], states: Seq[Any]) -> Step:
+        """A step of the model; `states` draw."""
+        batch = make_batch([entry for _, entry in work], rows, self._kv, build_inputs(states, self._model.vocab_size))
+        return self._model.executable.run(batch)
+
+
+class _HeadLane(_Lane):
+    """A Lane whose tokens go with hidden states, each with that of the token before. rows: those of tokens that are not in the
+    cache. due: the target's token whose hidden state is to come next."""
+
+    def __init__(self, due: int) -> None:
+        super().__init__((), b"", due + 1)
+        self.due, self.rows = due, list[F32]()
+
+    def follow(self, target: Sequence, kv: KVCache) -> None:
+        """Forgets drafts, and what the head itself has made of them."""
+        self.fed = min(self.fed, self.agreed)
+        self.rows = self.rows[: self.agreed - self.fed]
+        self.seq.truncate(self.agreed)
+
+    def take(self, target: Sequence, hidden: F32) -> None:
+        """The target's hidden states that were due, with the tokens that follow."""
+        self.rows += [*hidden]
+        self.due += len(hidden)
+        self.agreed += len(hidden)
+        for token in target.tokens(self.shift + self.seq.length, self.due + 1):
+            self.seq.append(token)
+
+
+class HeadDrafter(ModelDrafter):
+    """A ModelDrafter that is fed each token with the hidden state of the token before: the target's, and behind those its own. What
+    the target found in its prefix cache has none: the head knows a sequence from the second token on that was computed. inlet: the
+    loaded constant that hidden states are put in (DeepSeek-AI 2024, "DeepSeek-V3", section 2.2)."""
+
+    watches = True
+    _lanes: dict[Sequence, Any]
+
+    def __init__(self, model: Model, inlet: Any, max_seqs: int, max_tokens: int) -> None:
+        super().__init__(model, max_seqs, min(max_tokens, DRAFT_ROWS))
+        self._inlet = inlet
+        self._kv.private = True  # the same tokens behind others have other hidden states
+
+    def watch(self, seen: Seq[Seen]) -> None:
+        for seq in [seq for seq in self._lanes if not seq.running]:
+            self.forget(seq)
+        for seq, start, hidden in seen:
+            lane = self._lanes.get(seq)
+            if lane is None or start > lane.due:
+                self.forget(seq)
+                lane = self._lanes[seq] = _HeadLane(start)
+            lane.follow(seq, self._kv)
+            lane.take(seq, hidden[lane.due - start :])
+            while len(lane.rows) > _KEPT_ROWS:
+                if not self._grow(lane.seq, lane.agreed):
+                    self.forget(seq)
+                    break
+                count = min(len(lane.rows) - 1, self._max_tokens)
+                self._run([(lane, Entry(lane.seq, lane.fed, count))], [RowMap(0, 0, 0)], []).tokens()
+                lane.fed += count
+                self._kv.advance(lane.seq, lane.fed - lane.seq.computed)
+
+    def _open(self, target: Sequence) -> _Lane:
+        """One that knows nothing yet."""
+        lane = self._lanes[target] = _HeadLane(target.length)
+        return lane
+
+    def _run(self, work: Seq[tuple[Any, Entry]], rows: Seq[RowMap], states: Seq[Any]) -> Step:
+        rows = [row._replace(pooled=row.sample) for row in rows]
+        batch = make_batch([entry for _, entry in work], rows, self._kv, build_inputs(states, self._model.vocab_size))
+        batch.adapters = np.arange(batch.tokens, dtype=np.int32)
+        for i, row in enumerate(row for lane, entry in work for row in lane.rows[: entry.tokens]):
+            self._model.session.assign(self._inlet, i, row[None])
+        step = self._model.executable.run(batch)
+        hidden = iter(step.output("hidden") if states else ())
+        for (lane, entry), row in zip(work, rows):
+            lane.rows = [*lane.rows[entry.tokens :], *([next(hidden)] if row.pooled else ())]
+        return step

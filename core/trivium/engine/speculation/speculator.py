@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from trivium.engine.request import Completion
-from trivium.engine.runner import Stats
-from trivium.engine.speculation.drafter import Ask, Drafter, Speculative
+from trivium.engine.runner import Flight, Stats
+from trivium.engine.speculation.drafter import Ask, Drafter, Seen, Speculative
 from trivium.sched import Entry, Scheduler, Sequence, StepPlan
 
 MAX_FAILURES = 3
@@ -120,9 +120,11 @@ class Speculator:
         self._costs = Costs()
         self._records: defaultdict[Sequence, _Record] = defaultdict(_Record)
         self._in_a_row = 0
+        self._last: Flight | None = None
 
     def extend(self, plan: StepPlan) -> None:
         """Puts drafts behind decoding entries, out of tokens and pages that nobody needs in this step."""
+        seen, self._last = self._seen(self._last), None
         if plan.preempted or self._in_a_row >= MAX_FAILURES:
             return
         wanted = self._wanted(plan)
@@ -133,14 +135,23 @@ class Speculator:
             if allowed > 0:
                 asks.append(Ask(entry.seq, allowed, self._completions[entry.seq].sampler))
                 places.append(at)
-        for at, ask, draft in zip(places, asks, self._propose(asks)):
+        for at, ask, draft in zip(places, asks, self._propose(asks, seen)):
             states = ask.sampler.ahead(draft)[1:]  # fewer than drafts if not all of them are possible
             plan.entries[at] = plan.entries[at]._replace(draft=tuple(draft[: len(states)]), states=tuple(states))
 
-    def measure(self, plan: StepPlan, seconds: float) -> None:
-        """The device took `seconds` for this plan."""
-        if all(entry.tokens == 1 for entry in plan.entries):
-            self._costs.step(sum(1 + len(entry.draft) for entry in plan.entries), seconds)
+    def _seen(self, flight: Flight | None) -> list[Seen]:
+        """What the drafter is to see of the last step, which has been settled: of all that has not ended."""
+        if flight is None or flight.hidden is None or not self._drafter.watches:
+            return []
+        live = [p for p in flight.parts if p.entry.seq in self._completions and p.completion.request.pool is None]
+        spans = [(p.entry.seq, p.entry.start, p.pooled) for p in live]
+        return [(seq, n, flight.hidden[at : at + seq.computed - n]) for seq, n, at in spans if seq.computed > n]
+
+    def measure(self, flight: Flight) -> None:
+        """A step has landed."""
+        entries, self._last = flight.plan.entries, flight
+        if all(entry.tokens == 1 for entry in entries):
+            self._costs.step(sum(1 + len(entry.draft) for entry in entries), flight.seconds)
 
     def verified(self, entry: Entry, accepted: int) -> None:
         """The target has made `accepted` of the entry's drafts its own."""
@@ -186,12 +197,13 @@ class Speculator:
                 record.rest()
         return limits
 
-    def _propose(self, asks: Seq[Ask]) -> Seq[Seq[int]]:
-        if not asks:
+    def _propose(self, asks: Seq[Ask], seen: Seq[Seen]) -> Seq[Seq[int]]:
+        if not asks and not seen:
             return []
         began = self._clock()
         try:
-            drafts = self._drafter.propose(asks)
+            self._drafter.watch(seen)
+            drafts = self._drafter.propose(asks) if asks else ()
             self._in_a_row = 0
         except Exception as fault:
             import logging
@@ -205,7 +217,7 @@ class Speculator:
         seconds = self._clock() - began
         self._stats.draft_seconds += seconds
         records = [self._records[ask.seq] for ask in asks]
-        if not any(record.fresh for record in records):
+        if asks and not any(record.fresh for record in records):
             self._costs.proposal(max(ask.limit for ask in asks), seconds)
         for record in records:
             record.fresh = False

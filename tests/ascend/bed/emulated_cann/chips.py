@@ -18,6 +18,12 @@ class Chip:
     rstd_of_add: bool = True
     quant_norm_elements: int = 0
     grouped_quantised: bool = True
+    per_token: bool = True
+    """Products of 8 bits take a scale for each token, biases that are not whole, and give more than float16 and int8."""
+    int4: bool = True
+    """Products of 16 bits take weights of 4."""
+    flash_lengths: bool = True
+    """The first attention operators take lengths of prompts, shared heads, masks of single queries and sparse modes."""
     absent: tuple[str, ...] = ()
     """Operators (beginnings of names) whose documents leave the chip out."""
 
@@ -25,15 +31,21 @@ class Chip:
 CHIPS = (
     Chip(
         "310P", "Ascend310P", bfloat16=False, mixed_norms=False, norm_bytes=32, rstd_of_add=False, quant_norm_elements=32,
-        grouped_quantised=False,
+        grouped_quantised=False, per_token=False, int4=False,
+        flash_lengths=False,
         absent=(
             "aclnnFusedInferAttentionScore", "aclnnScatterPaKvCache", "aclnnGatherPaKvCache", "aclnnDynamicQuant",
             "aclnnRopeWithSinCosCache", "aclnnAddRmsNormDynamicQuant", "aclnnApplyTopKTopP", "aclnnMoeGatingTopK",
         ),
     ),
     Chip("910B", "Ascend910B"),
-    Chip("910C", "Ascend910_93"),
-    Chip("950", "Ascend950", absent=tuple(f"aclnnFusedInferAttentionScoreV{n}" for n in (2, 3, 4))),
+    Chip("910C", "Ascend910_93", absent=("aclnnIncreFlashAttention",)),
+    Chip(
+        "950", "Ascend950",
+        absent=(
+            *(f"aclnnFusedInferAttentionScoreV{n}" for n in (2, 3, 4)), "aclnnIncreFlashAttention", "aclnnPromptFlashAttention",
+        ),
+    ),
 )  # fmt: skip
 VARIANTS = {"310P": "Ascend310P3", "910B": "Ascend910B1", "910C": "Ascend910_9391", "950": "Ascend950PR_9589"}
 

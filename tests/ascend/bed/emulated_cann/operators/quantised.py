@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from emulated_cann.chips import chip
 from emulated_cann.formats import int4_values, plain
 from emulated_cann.registry import Arguments, UnemulatedError, need, operator
 
@@ -63,7 +64,9 @@ def ascend_quant(a: Arguments) -> None:
 
 
 def check_quantize(a: Arguments) -> None:
-    need(a.x.dtype in (*HALVES, F32) and a.scale.dtype in (a.x.dtype, F32), "x and scales are floats")
+    need(a.x.dtype in (*HALVES, F32) and a.scale.dtype in (F32, BF16), "x is a float, and scales are float32 or bfloat16")
+    zeros = (I8, torch.uint8, I32, *((BF16,) if chip().bfloat16 else ()))
+    need(a.zero is None or a.zero.dtype in zeros, f"zero_points are {zeros}, not {a.zero.dtype if a.zero is not None else None}")
     need(a.x.dim() >= 1 and a.axis < a.x.dim(), f"axis {a.axis} is a dimension of x")
     check_static_quant(a)
 
@@ -133,6 +136,7 @@ def check_quant_matmul_row(a: Arguments) -> None:
         (F16, (F32,), (None, I32, F16, F32), (F32,)),
         (I32, (F32, BF16), (None, I32), (None,)),
     )
+    rows = rows if chip().per_token else rows[:2]
     known = any(out == o and scale in s and bias in b and per_token in p for o, s, b, p in rows)
     need(known, f"no documented row has scale {scale}, bias {bias}, pertoken_scale {per_token} and output {out}")
 
@@ -166,6 +170,8 @@ operator("aclnnQuantMatmulWeightNz", QUANT_MATMUL, check_quant_matmul, any_forma
 def check_weight_quant(a: Arguments) -> None:
     packed = a.weight.dtype == I32
     need(packed or a.weight.dtype == I8, f"weight is int8, or int4 in int32, not {a.weight.dtype}")
+    need(not packed or chip().int4, f"weight is int8 on {chip().name}")
+    need(a.x.dtype == F16 or chip().bfloat16, f"x is float16 on {chip().name}")
     need(a.x.dtype in HALVES, f"x is float16 or bfloat16, not {a.x.dtype}")
     need(a.x.dim() == a.weight.dim() == 2, "x and weight have 2 dimensions")
     n = a.y.shape[-1]

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 from trivium.errors import CheckpointError, UnsupportedError
 from trivium.extensions import blame, find, installed
-from trivium.weights.gguf_file import GGUFFile
+
+from trivium_formats.gguf.file import GGUFFile
 
 Config = dict[str, Any]
 
@@ -94,11 +95,9 @@ def _architecture(file: GGUFFile) -> GGUFModel:
     name = str(file.metadata.get("general.architecture"))
     if file.metadata.get("split.count", 1) != 1:
         raise UnsupportedError(f"{file.path} is one part of a split GGUF model; merge the parts into one file first")
-    if name in ARCHITECTURES:
-        return ARCHITECTURES[name]
     found, what = find("gguf_model", name, GGUFModel)
     if found is None:
-        known = ", ".join([*ARCHITECTURES, *installed("gguf_model")])
+        known = ", ".join(installed("gguf_model"))
         raise UnsupportedError(f"{file.path}: the GGUF architecture {name!r} can't be read; there are {known}")
     model: GGUFModel = found
     return model._replace(extend=model.extend and blame(what)(model.extend), read=blame(what)(model.read))
@@ -176,10 +175,3 @@ class GGUFModel(NamedTuple):
     names: Mapping[str, str]
     extend: Callable[[Keys, Config], None] | None = None
     read: Callable[[Keys], Config] = read_decoder
-
-
-ARCHITECTURES: Mapping[str, GGUFModel] = {
-    "llama": GGUFModel("LlamaForCausalLM", "llama", LAYER, lambda _, config: config.update(rope_interleaved=True)),
-    "qwen2": GGUFModel("Qwen2ForCausalLM", "qwen2", LAYER),
-    "qwen3": GGUFModel("Qwen3ForCausalLM", "qwen3", LAYER),
-}

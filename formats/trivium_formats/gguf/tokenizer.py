@@ -8,6 +8,7 @@ from operator import add
 from typing import TYPE_CHECKING, Any
 
 from trivium.errors import CheckpointError, UnsupportedError
+from trivium.text import Vocabulary
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -49,7 +50,16 @@ WHOLE_WORDS_FIRST = frozenset({"llama-bpe", "llama3", "llama-v3", "falcon3", "pi
 """Vocabularies where a word that is a token is never cut, and that begin with BOS unless the file says otherwise."""
 
 
-class Vocabulary:
+def read_vocabulary(metadata: Mapping[str, Any]) -> Vocabulary:
+    """What the keys `tokenizer.*` of a file say. Raises what Words does."""
+    words = Words(metadata)
+    find, count = words.tokens.__getitem__, len(words.tokens)
+    return Vocabulary(
+        words.vocab.get, find, words.added, words.decoder, count, words.build, words.check, words.config(), words.ends
+    )
+
+
+class Words:
     """The metadata, checked: tokens, types and scores are equally many, ids lie inside. CheckpointError for what can't be true,
     UnsupportedError for kinds that generate no text. found: all values by key, without the prefix. added: the control tokens, which
     are special, and the user-defined ones, as (text, special) by id. ends: the tokens that end a turn or a message. prefix: whether
@@ -132,7 +142,7 @@ class Vocabulary:
         return backend
 
 
-def _byte_level(vocabulary: Vocabulary) -> Tokenizer:
+def _byte_level(vocabulary: Words) -> Tokenizer:
     from tokenizers import Regex, Tokenizer, models
     from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
 
@@ -143,7 +153,7 @@ def _byte_level(vocabulary: Vocabulary) -> Tokenizer:
     return backend
 
 
-def _sentencepiece(vocabulary: Vocabulary) -> Tokenizer:
+def _sentencepiece(vocabulary: Words) -> Tokenizer:
     from tokenizers import Tokenizer, models, normalizers
 
     tokens = vocabulary.tokens

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tiny_tokenizers import gguf_data, sentencepiece_gguf, sentencepiece_vocabulary
 
 from trivium.text import Tokenizer
-from trivium.text.gguf import derive_merges
+from trivium_formats.gguf.tokenizer import derive_merges
 
 
 def brute_force(text: str, scores: dict[str, float]) -> list[str]:

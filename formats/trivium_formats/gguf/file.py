@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from trivium.errors import CheckpointError, UnsupportedError
-from trivium.weights.formats import GGML_TYPES, Bytes, TensorFile, TensorInfo, map_file, stored_bytes
+from trivium.weights.formats import Bytes, TensorFile, TensorInfo, map_file, stored_bytes
 
 MAX_ITEMS = 1 << 24
 MAX_DIMS = 4
@@ -23,6 +23,14 @@ _SHORT = 32  # bytes of a string and its length that are looked at for each one 
 _STRING, _ARRAY, _BOOL = 8, 9, 7
 # Value type id -> struct code.
 _SCALARS: Mapping[int, str] = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+
+GGML_TYPES: Mapping[int, str] = {
+    0: "float32", 1: "float16", 2: "q4_0", 3: "q4_1", 6: "q5_0", 7: "q5_1", 8: "q8_0", 10: "q2_k", 11: "q3_k", 12: "q4_k",
+    13: "q5_k", 14: "q6_k", 16: "iq2_xxs", 17: "iq2_xs", 18: "iq3_xxs", 19: "iq1_s", 20: "iq4_nl", 21: "iq3_s", 22: "iq2_s",
+    23: "iq4_xs", 24: "int8", 25: "int16", 26: "int32", 27: "int64", 28: "float64", 29: "iq1_m", 30: "bfloat16", 34: "tq1_0",
+    35: "tq2_0", 39: "mxfp4", 40: "nvfp4",
+}  # fmt: skip
+"""Tensor type id -> storage format. Ids that are missing (activation formats, withdrawn types) have no decoder."""
 
 
 class _Reader:

@@ -1,4 +1,4 @@
-"""The `reference` backend: the numpy references of the operator set and nothing else. The whole engine runs on it."""
+"""The backend: the numpy references of the operator set and nothing else. The whole engine runs on it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,21 @@ import numpy.typing as npt
 from trivium.errors import CapacityError, InvalidRequestError
 from trivium.ops import OPERATORS, Batch, Group, KVSpec, PagedKV, PagedState, Pages, Program, RecurrentState, StateSpec, Weight
 from trivium.ops.state import kv_int8, state_of
-from trivium.plugin.contract import (
-    API_VERSION, Backend, Capabilities, Device, Executable, Kernel, Memory, Probe, Session, Tensor, WeightFormat,
+from trivium.plugin import (
+    API_VERSION,
+    Backend,
+    Capabilities,
+    Device,
+    EagerExecutable,
+    Executable,
+    Kernel,
+    Memory,
+    Probe,
+    Session,
+    Tensor,
+    WeightFormat,
+    hookimpl,
 )  # fmt: skip
-from trivium.plugin.eager import EagerExecutable
-from trivium.plugin.hooks import hookimpl
 from trivium.plugin.hostinfo import available_memory, total_memory
 
 F32 = npt.NDArray[np.float32]

@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from trivium.errors import CheckpointError, UnsupportedError
 from trivium.weights import open_checkpoint
-from trivium.weights.gguf_file import GGUFFile
+from trivium_formats.gguf import GGUFFile
 from weight_files import TOKENIZER, llama_metadata, llama_tensors, random_blocks, tiny_gguf, write_gguf
 
 Kind = gguf.GGMLQuantizationType
