@@ -164,6 +164,17 @@ def test_a_processor_that_can_t_be_true_is_refused_by_its_key(key: str, value: A
     assert refused.value.param in (key, "longest_edge", "height")
 
 
+@pytest.mark.oracles
+def test_what_a_configuration_leaves_out_is_as_in_the_oracle() -> None:
+    pytest.importorskip("transformers")
+    from transformers.models.smolvlm.configuration_smolvlm import SmolVLMVisionConfig
+
+    small = {"hidden_size": 768, "image_size": 512, "num_attention_heads": 12, "patch_size": 16, "model_type": "idefics3"}
+    for said in ({}, small):
+        whole = SmolVLMVisionConfig(**{k: v for k, v in said.items() if k != "model_type"}).to_dict()
+        assert TowerInfo.of(said) == TowerInfo.of(whole)
+
+
 @pytest.mark.parametrize("change", [
     {"num_channels": 1}, {"hidden_size": 33}, {"hidden_act": "tanh"}, {"image_size": [32, 32]}, {"image_size": 2},
     {"layer_norm_eps": 0},

@@ -68,9 +68,9 @@ def program(lookups: int):
 
 
 def test_a_program_gets_a_place_for_as_many_rows_as_a_step_has_tokens():
-    made, place = with_media(program(1), 100)
+    made, first = with_media(program(1), 100)
     assert [call.name for call in made.calls] == ["text_ids", "embedding", "media_rows", "gather_rows"]
-    assert place == (11, 2, 4) and made.constants[-1].value.shape == (2, SLOT, 4)
+    assert first == 11 and made.constants[-1].value.shape == (2, SLOT, 4)
     assert not made.constants[-1].array.any()
 
 

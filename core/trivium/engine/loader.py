@@ -23,7 +23,7 @@ from trivium.kv.neutral import rotations
 from trivium.models import Vision, arrange, build, count, describe, sight
 from trivium.models.decoder import HIDDEN
 from trivium.models.lora import Target, with_lora
-from trivium.models.media import MEDIA, Place, with_media
+from trivium.models.media import MEDIA, with_media
 from trivium.ops import Call, Constant, KVSpec, Operator, Program, Value, Weight, rewrite
 from trivium.plugin import Backend, Capabilities, Device, Executable, Session, WeightFormat, resolve as resolve_backend
 from trivium.plugin.guard import capabilities_of, kernels_of
@@ -130,7 +130,7 @@ class Plan(NamedTuple):
     pooling: PoolingParams
     options: LoadOptions
     vision: Vision | None = None
-    place: Place | None = None
+    media_first: int | None = None
 
     @property
     def step_tokens(self) -> int:
@@ -170,7 +170,7 @@ def plan(
     if max_model_len > positions and traced is None:
         message = f"max_model_len {max_model_len} is more than the model's {positions} positions"
         raise InvalidRequestError(message, param="max_model_len")
-    vision, place = sight(checkpoint.config, path) if traced is None else None, None
+    vision, first = sight(checkpoint.config, path) if traced is None else None, None
     if count(checkpoint.config, "type_vocab_size", 1) > 1 and checkpoint.config.get("sep_token_id") is None:
         checkpoint.config["sep_token_id"] = Tokenizer.from_data(checkpoint.tokenizer_data()).separator_id
     traced = traced or build(checkpoint.config, max_model_len=max_model_len)
@@ -183,9 +183,9 @@ def plan(
     pooling = own_pooling(checkpoint.config["architectures"][0], checkpoint.modules, whole=not traced.states)
     p = Plan(path, checkpoint, chosen, device, capabilities, traced, traced, (), max_model_len, targets, pooling, options, vision)
     if vision is not None and any(kernel.op == "media_rows" for kernel in kernels):
-        traced, place = with_media(traced, p.step_tokens)
+        traced, first = with_media(traced, p.step_tokens)
     program = rewrite(traced, patterns(kernels), accept=lambda call: accepts(call, kernels))
-    p = p._replace(traced=traced, program=program, place=place)
+    p = p._replace(traced=traced, program=program, media_first=first)
     heads = {c.source for c in program.constants if c.value.name == "lm_head.weight"}
     parts = _parts(traced)
     return p._replace(routes=tuple(_route(c, c.source in heads, parts.get(c.value.name), p) for c in program.constants))
@@ -211,7 +211,7 @@ def load(
         with blame(f"backend {p.backend.name!r}: loading {model}"):
             loaded = _load_into(session, model, p, words, given["dtype"], progress)
         opened.pop_all()
-    return loaded if p.vision is None else replace(loaded, images=Images(p.vision, loaded, p.place, tower, refusal))
+    return loaded if p.vision is None else replace(loaded, images=Images(p.vision, loaded, p.media_first, tower, refusal))
 
 
 def _quietly(close: Callable[[], None]) -> None:
@@ -226,8 +226,8 @@ def _load_tower(p: Plan, opened: contextlib.ExitStack) -> tuple[Loaded | None, s
     name, can, patches = p.backend.name, p.capabilities, len(p.vision.positions)
     limit = can.max_batched_tokens or max(TOWER_TOKENS, patches)
     tiles = min(limit, max(TOWER_TOKENS, patches)) // patches
-    if p.place is None or not tiles:
-        lack = f"takes only {limit} of {patches} patches a step" if p.place else "has no kernel for media_rows"
+    if p.media_first is None or not tiles:
+        lack = "has no kernel for media_rows" if p.media_first is None else f"takes only {limit} of {patches} patches a step"
         return None, f"the backend {name} {lack}, which images need; choose another"
     graphs, own = {"graph_sizes": ()} if can.graph_capture else {}, _activations(p.options, can)
     options = LoadOptions(

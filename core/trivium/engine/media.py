@@ -9,8 +9,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from trivium.engine.executor import Model
-from trivium.errors import BackendError
-from trivium.models.media import SLOT, Place, Vision
+from trivium.models.media import SLOT, Vision
 from trivium.ops import Batch, Span, Tile
 from trivium.ops.batch import F32, I32
 from trivium.sampling import build_inputs
@@ -20,11 +19,11 @@ KEPT_BYTES = 256 << 20
 
 
 class Images:
-    """The images of `model`, whose Program has a `place` for them. tower: runs vision.tower(); None: it can't be run here, for the
-    reason `refusal`."""
+    """The images of `model`, whose Program takes ids from `first` on for rows of its constant "media". tower: runs vision.tower().
+    None for both: it can't be run here, for the reason `refusal`."""
 
-    def __init__(self, vision: Vision, model: Model, place: Place | None, tower: Model | None, refusal: str) -> None:
-        self.vision, self.refusal, self._model, self._place, self._tower = vision, refusal, model, place, tower
+    def __init__(self, vision: Vision, model: Model, first: int | None, tower: Model | None, refusal: str) -> None:
+        self.vision, self.refusal, self._model, self._first, self._tower = vision, refusal, model, first, tower
         self._kept: OrderedDict[bytes, F32] = OrderedDict()
 
     def close(self) -> None:
@@ -36,8 +35,8 @@ class Images:
     def stage(self, token_ids: I32, parts: Sequence[tuple[int, Span]]) -> None:
         """Writes what the tiles of a step's spans have become where its Program finds it, and their ids into token_ids, each span's
         from an index on. Not while a step runs."""
-        assert self._place is not None, "a request with images was taken for a model that can't see"
-        made, first = self._encoded({span.tile.digest: span.tile for _, span in parts}), self._place.first
+        assert self._tower is not None and self._first is not None, "a request with images was taken where none can be seen"
+        made, first = self._encoded(self._tower, {span.tile.digest: span.tile for _, span in parts}), self._first
         pieces = [made[span.tile.digest][span.row : span.row + span.stop - span.start] for _, span in parts]
         for (at, _), piece in zip(parts, pieces):
             token_ids[at : at + len(piece)] = range(first, first := first + len(piece))
@@ -45,17 +44,16 @@ class Images:
         for slot, some in enumerate(np.pad(rows, ((0, -len(rows) % SLOT), (0, 0))).reshape(-1, SLOT, rows.shape[1])):
             self._model.session.assign(self._model.media, slot, some)
 
-    def _encoded(self, tiles: Mapping[bytes, Tile]) -> Mapping[bytes, F32]:
+    def _encoded(self, tower: Model, tiles: Mapping[bytes, Tile]) -> Mapping[bytes, F32]:
         """float32[tokens, hidden] of each tile, by digest."""
-        assert self._tower is not None and self._place is not None
         new = [tile for digest, tile in tiles.items() if digest not in self._kept]
-        most = self._tower.num_pages // (pages := -(-len(self.vision.positions) // self._tower.kv_spec.page_size))
+        most = tower.num_pages // (pages := -(-len(self.vision.positions) // tower.kv_spec.page_size))
         for some in (new[start : start + most] for start in range(0, len(new), most)):
-            self._kept.update(zip((tile.digest for tile in some), self._run(self._tower, some, pages)))
+            self._kept.update(zip((tile.digest for tile in some), self._run(tower, some, pages)))
         made = {digest: self._kept[digest] for digest in tiles}
         for digest in made:
             self._kept.move_to_end(digest)
-        while len(self._kept) > KEPT_BYTES // (4 * self.vision.tokens * self._place.hidden):
+        while len(self._kept) > KEPT_BYTES // (4 * self.vision.tokens * tower.hidden_size):
             self._kept.popitem(last=False)
         return made
 
@@ -72,6 +70,4 @@ class Images:
             slot_mapping=np.tile(slots.astype(np.int64), (groups, 1)), sample_rows=np.zeros(0, np.int32),
             sampling=build_inputs([], 1), pool_rows=np.arange(0, n * patches, patches // self.vision.tokens, dtype=np.int32),
         )).output("hidden")  # fmt: skip
-        if len(hidden) != n * self.vision.tokens or not np.isfinite(hidden).all():
-            raise BackendError(f"the vision tower made {hidden.shape} of {n} tiles, or numbers that are not finite")
-        return np.array(hidden, np.float32).reshape(n, self.vision.tokens, -1)
+        return np.array(hidden, np.float32).reshape(n, self.vision.tokens, tower.hidden_size)

@@ -139,7 +139,7 @@ class Runner:
             flight.batch.sampling = build_inputs(_sampler_rows(flight), self.model.vocab_size, self._kept)
             if self.model.lora is not None:
                 flight.batch.adapters = self._adapters(self.model.lora, flight, ends)
-            self._stage_images(flight, ends)
+            self._stage_images(flight, tokens, ends)
             self._move_pages(flight.plan)
             flight.started, flight.ran = self._clock(), True
             flight.step = self.model.executable.run(flight.batch)
@@ -152,9 +152,8 @@ class Runner:
         held = {seq.adapter for seq in self._scheduler.running}
         return lora.place([entry.seq.adapter for entry in flight.plan.entries], held).repeat(np.diff(ends))
 
-    def _stage_images(self, flight: Flight, ends: I32) -> None:
-        """What stands for images in this step; what the tower takes for it counts as the device's time."""
-        assert flight.batch is not None
+    def _stage_images(self, flight: Flight, tokens: I32, ends: I32) -> None:
+        """What stands for images among the step's tokens; what the tower takes for it counts as the device's time."""
         parts = list[tuple[int, Span]]()
         for i, (seq, start, count, *_) in enumerate(flight.plan.entries):
             if seq.media and start < seq.media[-1].stop:
@@ -162,7 +161,7 @@ class Runner:
                 parts += [(int(ends[i]) + cut.start - start, cut) for cut in cuts if cut is not None]
         if parts and self.model.images is not None:
             flight.started = self._clock()
-            self.model.images.stage(flight.batch.token_ids, parts)
+            self.model.images.stage(tokens, parts)
             self.charge(flight)
 
     def _move_pages(self, plan: StepPlan) -> None:

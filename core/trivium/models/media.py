@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -46,29 +46,22 @@ class Vision(ABC):
         """float32[patches, numbers a patch]: what the tower takes."""
 
 
-class Place(NamedTuple):
-    """Where tiles' rows go: ids from `first` on are rows of the constant "media", float32[slots, SLOT, hidden]."""
-
-    first: int
-    slots: int
-    hidden: int
-
-
-def with_media(program: Program, tokens: int) -> tuple[Program, Place]:
-    """The Program with a place for as many tiles' rows as a step has tokens, at most `tokens`, where it looks up its token ids."""
+def with_media(program: Program, tokens: int) -> tuple[Program, int]:
+    """The Program with a place for as many tiles' rows as a step has tokens, at most `tokens`, where it looks up its token ids:
+    those from the returned one on are rows of the constant "media", float32[slots, SLOT, hidden]."""
     ids = next(v for v in program.inputs if v.name == "token_ids")
     lookups = [call for call in program.calls if call.name == "embedding" and call.args[0] is ids]
     if len(lookups) != 1 or lookups[0].args[1] is None:
         raise ProgramError("a Program with images must look up its token ids in one table")
     [call], [y], table = lookups, lookups[0].results, lookups[0].args[1]
-    place = Place(int(table.shape[0]), -(-tokens // SLOT), int(table.shape[1]))
-    zeros = np.zeros((place.slots, SLOT, place.hidden), np.float32)
+    first, hidden = map(int, table.shape)
+    zeros = np.zeros((-(-tokens // SLOT), SLOT, hidden), np.float32)
     media = Constant(Value(MEDIA, zeros.shape, "weight", "constant"), MEDIA, None, zeros)
     known, looked = Value("text_ids", ids.shape, "int32", "call"), Value(f"{y.name}.text", y.shape, y.dtype, "call")
-    instead = [Call(OPERATORS["text_ids"], (ids,), {"vocab": place.first}, (known,))]
+    instead = [Call(OPERATORS["text_ids"], (ids,), {"vocab": first}, (known,))]
     for other in program.calls:
         instead.append(replace(other, args=tuple(known if v is ids else v for v in other.args)))
         if other is call:
             instead[-1] = replace(instead[-1], results=(looked,))
-            instead.append(Call(OPERATORS["media_rows"], (ids, media.value, looked), {"first": place.first}, (y,)))
-    return replace(program, constants=(*program.constants, media), calls=tuple(instead)), place
+            instead.append(Call(OPERATORS["media_rows"], (ids, media.value, looked), {"first": first}, (y,)))
+    return replace(program, constants=(*program.constants, media), calls=tuple(instead)), first

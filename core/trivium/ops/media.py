@@ -50,7 +50,7 @@ def text_ids(token_ids: Array, *, vocab: int) -> Array:
 
 @operator(
     "token_ids[tokens]:int32, media[slots, rows, hidden]:weight, x[tokens, hidden]? -> y[tokens, hidden]", {"first": 5},
-    {"first": 0, "x": None}, {"first": 1000}, sizes={"slots": (3, 1, 2)},
+    {"first": 0, "x": None}, {"first": 1000}, sizes={"slots": (3, 1, 2, 3, 2, 1, 3)},
     draw={"token_ids": lambda d: _distinct(d, min(d.call["first"], 5) + (d.call["slots"] - 1) * d.call["rows"])},
 )  # fmt: skip
 def media_rows(token_ids: Array, media: Array, x: Array | None = None, *, first: int) -> Array:

@@ -21,6 +21,12 @@ ACTIVATIONS = {
 }  # fmt: skip
 
 
+_DEFAULTS = {
+    "hidden_size": 1152, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 16, "num_channels": 3,
+    "image_size": 224, "patch_size": 32, "hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6,
+}  # fmt: skip
+
+
 class TowerInfo(NamedTuple):
     """The configuration of a tower, checked. side: patches along each side of the images that its positions are learned for; patch:
     pixels along a side of a patch."""
@@ -36,18 +42,19 @@ class TowerInfo(NamedTuple):
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> TowerInfo:
-        """CheckpointError or UnsupportedError names the key."""
-        if count(config, "num_channels", 3) != 3:
+        """What the configuration leaves out is as in the models' own code. CheckpointError or UnsupportedError names the key."""
+        config = {**_DEFAULTS, **config}
+        if count(config, "num_channels") != 3:
             raise UnsupportedError("the tower takes images of another number of channels than three", param="num_channels")
         hidden, heads, patch = count(config, "hidden_size"), count(config, "num_attention_heads"), count(config, "patch_size")
-        image, activation = count(config, "image_size"), config.get("hidden_act", "gelu_pytorch_tanh")
+        image, activation = count(config, "image_size"), config["hidden_act"]
         if hidden % heads or image < patch:
             raise CheckpointError(f"the tower has {hidden} channels for {heads} heads, and patches of {patch} of {image} pixels")
         if activation not in ACTIVATIONS:
             message = f"the tower's activation {activation!r} is not one of {', '.join(ACTIVATIONS)}"
             raise UnsupportedError(message, param="hidden_act")
         layers = count(config, "num_hidden_layers", limit=MAX_LAYERS)
-        eps = number(config, "layer_norm_eps", 1e-6)
+        eps = number(config, "layer_norm_eps")
         return cls(hidden, count(config, "intermediate_size"), layers, heads, image // patch, patch, ACTIVATIONS[activation], eps)
 
 
