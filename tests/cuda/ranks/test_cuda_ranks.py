@@ -21,7 +21,11 @@ from trivium.plugin import hookimpl
 def trivium_backend():
     return emulated_cuda.EmulatedBackend()
 """
-LOAD = {"dtype": "float32", "kv_dtype": "float32", "num_kv_blocks": 40, "block_size": 16, "progress": False, "max_num_seqs": 4}
+LOAD = {
+    "dtype": "float32", "kv_dtype": "float32", "num_kv_blocks": 40, "block_size": 16, "progress": False, "max_num_seqs": 4,
+    "max_num_batched_tokens": 16, "max_model_len": 48,
+}  # fmt: skip
+"""Small: every rank runs the largest step once when it is loaded, in the interpreter."""
 NARROW = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 48}
 PROMPTS = [[5, 6, 7], [8], [(7 * i * i) % 250 for i in range(19)]]
 ASKED = [
