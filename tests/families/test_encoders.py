@@ -13,6 +13,7 @@ from trivium import LLM, PoolingParams
 from trivium.errors import CheckpointError, ContextLengthError, InvalidRequestError, UnsupportedError
 
 pytestmark = pytest.mark.oracles
+pytest.importorskip("transformers")
 
 TEXTS = [
     "the quick brown fox", "Paris is the capital of France. " * 4, "a", "some more words follow, with numbers 1 2 3 10 200 " * 2,

@@ -23,6 +23,7 @@ from trivium.ops import Batch
 from trivium.weights import open_checkpoint
 
 pytestmark = pytest.mark.oracles
+pytest.importorskip("transformers")
 
 PROMPTS = [[(37 * i + 5 * n) % 250 for i in range(n)] for n in (29, 3, 61, 16)]
 DRAFTS: dict[str, Any] = {"method": "mtp", "num_speculative_tokens": 3, "adaptive": False}

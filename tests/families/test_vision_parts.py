@@ -47,6 +47,7 @@ def test_pixels_are_those_of_transformers_processor(changes: dict[str, Any]) -> 
 @pytest.mark.parametrize(("side", "learned"), [(26, 26), (27, 27), (32, 32), (16, 32), (8, 8), (4, 8), (64, 16)])
 def test_patches_of_a_tile_stand_where_the_oracle_puts_them(side: int, learned: int) -> None:
     torch = pytest.importorskip("torch")
+    pytest.importorskip("transformers")
     from transformers.models.idefics3.configuration_idefics3 import Idefics3VisionConfig
     from transformers.models.idefics3.modeling_idefics3 import Idefics3VisionEmbeddings
 
