@@ -16,7 +16,8 @@ from trivium.conformance.models import Generations, Numbers, open_model
 from trivium.conformance.zoo import CONFIGS
 from trivium.engine import Engine, EngineConfig, RequestState
 from trivium.errors import CapacityError, InvalidRequestError, UnsupportedError
-from trivium.ops import Group, KVSpec, PagedKV, new_builder
+from trivium.ops import Batch, Group, KVSpec, PagedKV, new_builder
+from trivium.ops.sample import plain_inputs
 from trivium.plugin import HostFallbackWarning, find_plugins, resolve
 from trivium.sampling import SamplingParams
 
@@ -224,3 +225,51 @@ def test_weights_that_are_not_on_the_device_yet_count_as_taken(machine):
     assert session.memory()[1:] == ((1 << 29) - 4096, 4096, 0)
     session.compile(program, weights)
     assert session.memory()[1:] == (1 << 29, 4096, 0)
+
+
+def step(ids):
+    """One sequence that begins with `ids`, on page 0; all rows are sampled."""
+    n, zero = len(ids), np.zeros((1, 1, 1), np.int32)
+    at = np.arange(n, dtype=np.int32)
+    starts, lengths = np.array([0, n], np.int32), np.array([n], np.int32)
+    return Batch(np.array(ids, np.int32), at, starts, lengths, zero, at[None].astype(np.int64), at, plain_inputs(n))
+
+
+def resident(session, arrays, **formats):
+    return {name: session.load(as_weight(name, array), formats.get(name, "float16")) for name, array in arrays.items()}
+
+
+@pytest.mark.parametrize("format", ["int4", "int4_min", "int8", "float16", "float32"])
+def test_a_product_with_a_bias_is_that_of_the_numbers_held(machine, format):
+    rng = np.random.default_rng(5)
+    arrays = {name: rng.standard_normal(shape, dtype=np.float32) for name, shape in (("t", (9, 64)), ("w", (16, 64)), ("b", (16,)))}
+    b = new_builder()
+    x = b.embedding(b.input("token_ids"), b.weight("t", (9, 64)))
+    y = b.linear(x, b.weight("w", (16, 64)), b.weight("b", (16,)))
+    program = b.finish({"logits": b.gather_rows(y, b.input("sample_rows"))})
+    session = OnnxBackend().open(OnnxBackend().probe().devices[1], {})
+    weights = resident(session, arrays, w=format)
+    ids = [3, 8, 1]
+    want = session.read_weight(weights["t"])[ids] @ session.read_weight(weights["w"]).T + arrays["b"]
+    np.testing.assert_allclose(session.compile(program, weights).run(step(ids)).output("logits"), want, rtol=4e-3, atol=2e-2)
+
+
+def test_a_second_reader_of_a_state_reads_what_the_first_one_left(machine):
+    b = new_builder()
+    x = b.reshape(b.embedding(b.input("token_ids"), b.weight("t", (9, 16))), shape=("tokens", 2, 8))
+    kv = b.kv_write(b.state("kv", PagedKV(2, 8)), x, x)
+    starts, lengths = b.input("query_starts"), b.input("context_lens")
+    y = b.add(b.paged_attention(x, kv, starts, lengths, scale=0.3), b.paged_attention(x, kv, starts, lengths, scale=-0.3))
+    y = b.reshape(y, shape=("tokens", 16))
+    program = b.finish({"logits": b.gather_rows(y, b.input("sample_rows"))})
+    session = OnnxBackend().open(OnnxBackend().probe().devices[1], {})
+    arrays = {"t": np.random.default_rng(6).standard_normal((9, 16), dtype=np.float32)}
+    session.kv_store(KVSpec(16, "float16", (Group(PagedKV(2, 8), (0,)),)), 2)
+    made = session.compile(program, resident(session, arrays)).run(step([2, 7])).output("logits")
+    nodes = [node for node in machine.sessions[0].graph.node if node.op_type == "PagedAttention"]
+    assert list(nodes[1].input[3:5]) == list(nodes[0].output[1:3])
+    first, second = arrays["t"][[2, 7]].reshape(2, 2, 8)
+    weights = [1 / (1 + np.exp(sign * 0.3 * ((first - second) * second).sum(-1))) for sign in (1, -1)]
+    want = sum(first + w[:, None] * (second - first) for w in weights)
+    np.testing.assert_allclose(made[0], 2 * first.reshape(-1), atol=5e-3)
+    np.testing.assert_allclose(made[1], want.reshape(-1), atol=5e-3)

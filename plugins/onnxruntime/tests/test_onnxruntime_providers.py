@@ -89,6 +89,20 @@ def test_devices_follow_the_cpu_and_say_that_none_was_ever_tried(provider, monke
     assert can.dtypes == can.kv_dtypes == ("float16",) and "ever run on a GPU" in can.unsupported["a run on a card"]
 
 
+def test_an_onnxruntime_that_is_too_old_for_the_cpu_may_have_devices_of_cuda(provider, monkeypatch):
+    provider(1)
+    monkeypatch.setattr(driver, "total_bytes", lambda index: 0)
+    monkeypatch.setattr(onnxruntime, "__version__", "1.31.1")
+    [card] = OnnxBackend().probe().devices
+    assert (card.index, card.name) == (1, "cuda:0") and "1.31.1 is too old for its CPU provider" in card.details["cpu"]
+    monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: [CPU])
+    probe = OnnxBackend().probe()
+    assert not probe.devices and "too old" in probe.reason and "onnxruntime-gpu" in probe.reason
+    monkeypatch.setattr(onnxruntime, "__version__", "1.30.0")
+    provider(1)
+    assert not OnnxBackend().probe().devices
+
+
 def test_a_driver_that_says_nothing_leaves_the_memory_unknown(provider, monkeypatch):
     provider(1)
     monkeypatch.setattr(driver, "LIBRARY", "libno-such-driver.so.1")
@@ -178,6 +192,9 @@ def test_paged_attention_has_the_schema_that_the_readme_names_and_no_kernel_on_t
     assert allowed["T"] == {"tensor(float16)", "tensor(bfloat16)"} and "tensor(float)" not in allowed["T_CACHE"]
     assert {types[name] for name in ("cumulative_sequence_length", "past_seqlens", "block_table", "slot_mapping")} == {"S"}
     assert allowed["S"] == {"tensor(int32)"}
+    assert [i.name for i in schema.inputs][10:12] == ["slot_mapping", "head_sink"] and schema.inputs[
+        16
+    ].name == "attention_metadata"
     [cache] = [i.description for i in schema.inputs if i.name == "key_cache"]
     assert "(num_blocks, block_size, kv_num_heads, cache_head_size)" in cache
     held = {k.provider for k in state.get_all_opkernel_def() if k.op_name == "PagedAttention"}

@@ -20,6 +20,8 @@ from trivium_onnxruntime.providers import NEVER_RUN, about_cuda, cuda_devices
 
 NEEDS = (1, 32)
 """The first onnxruntime whose GroupQueryAttention takes chunks of several sequences (its input `query_seqlens`)."""
+CUDA_NEEDS = (1, 31)
+"""The oldest one whose PagedAttention was seen to take slots, sinks and bounds from the host (its inputs 10, 11 and 16)."""
 _OPTIONS = (
     "accuracy_level", "arena", "dtype", "max_batched_tokens", "max_model_len", "max_seqs", "rows_bytes", "spinning", "strict",
     "threads",
@@ -27,6 +29,7 @@ _OPTIONS = (
 _CUDA_OPTIONS = ("dtype", "max_batched_tokens", "max_model_len", "max_seqs", "strict")
 _NO_OTHER_DTYPE = "activations are float32 on onnxruntime's CPU provider; weights and pages may be smaller"
 _HALF_ONLY = "activations and pages are float16 on onnxruntime's CUDA provider: its PagedAttention takes nothing wider"
+_NEEDED = f"from {'.'.join(map(str, NEEDS))} on its attention takes chunks of several sequences"
 _ONE_PROCESS = "one process runs the whole model here"
 
 
@@ -44,19 +47,15 @@ class OnnxBackend(Backend):
             import onnxruntime
         except ImportError as e:
             return Probe((), f"{e}; install onnxruntime and onnx")
-        found = tuple(int(part) for part in onnxruntime.__version__.split(".")[:2])
-        if found < NEEDS:
-            return Probe((), f"onnxruntime {onnxruntime.__version__} is too old: from {'.'.join(map(str, NEEDS))} on its attention "
-                             "takes chunks of several sequences")  # fmt: skip
-        threads = _threads(None)
-        details: dict[str, Any] = {
-            "about": f"onnxruntime {onnxruntime.__version__}, {threads} threads", "onnxruntime": onnxruntime.__version__,
-            "onnx": onnx.__version__, "providers": tuple(onnxruntime.get_available_providers()), "threads": threads,
-            "cuda": about_cuda(),
-        }  # fmt: skip
-        about = f"onnxruntime {onnxruntime.__version__}, its CUDA provider; {NEVER_RUN}"
-        cards = (Device(n + 1, name, _card_bytes(n), {"about": about}) for n, name in enumerate(cuda_devices()[0]))
-        return Probe((Device(0, "cpu", total_memory(), details), *cards))
+        version = onnxruntime.__version__
+        found = tuple(int(part) for part in version.split(".")[:2])
+        cards, no_cards = cuda_devices() if found >= CUDA_NEEDS else ((), "")
+        too_old = "" if found >= NEEDS else f"onnxruntime {version} is too old for its CPU provider: {_NEEDED}"
+        about = {"about": f"onnxruntime {version}, its CUDA provider; {NEVER_RUN}", "cpu": too_old}
+        devices = [Device(n + 1, name, _card_bytes(n), about) for n, name in enumerate(cards)]
+        if not too_old:
+            devices.insert(0, Device(0, "cpu", total_memory(), _details(version, onnx.__version__)))
+        return Probe(tuple(devices), "; ".join(filter(None, (too_old, no_cards))) if not devices else "")
 
     def capabilities(self, device: Device) -> Capabilities:
         return _on_cpu(device) if device.name == "cpu" else _on_cuda()
@@ -89,6 +88,17 @@ class OnnxBackend(Backend):
         from trivium_onnxruntime.cuda import CudaSession
 
         return CudaSession(self.kernels(device), options, names.index(device.name))
+
+
+def _details(version: str, onnx_version: str) -> dict[str, Any]:
+    """Of the device `cpu`."""
+    import onnxruntime
+
+    threads = _threads(None)
+    return {
+        "about": f"onnxruntime {version}, {threads} threads", "onnxruntime": version, "onnx": onnx_version,
+        "providers": tuple(onnxruntime.get_available_providers()), "threads": threads, "cuda": about_cuda(),
+    }  # fmt: skip
 
 
 def _on_cpu(device: Device) -> Capabilities:
