@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trivium.errors import BackendError, UnsupportedError
-from trivium.ops import OPERATORS, Batch, Call, Sampled, Value
+from trivium.ops import OPERATORS, Batch, Call, Program, Sampled, Value
 from trivium.plugin import Choice, Executable, Session, Step, run_on_host
 from trivium_onnxruntime.graph import Common, Graph
 from trivium_onnxruntime.lower_ops import store_pending
@@ -97,6 +97,14 @@ def _ort_value(array: Array) -> Any:
     return onnxruntime.OrtValue.ortvalue_from_numpy(array)
 
 
+def sample(program: Program, outputs: Mapping[str, Array], batch: Batch) -> Sampled:
+    """The step's ids, drawn by the reference on the host."""
+    if "logits" not in outputs:
+        return Sampled(np.zeros(0, np.int32))
+    logits = outputs["logits"]
+    return OPERATORS["sample"](logits, batch.sampling, vocab_size=program.vocab_size or logits.shape[-1])  # type: ignore[no-any-return]
+
+
 class OnnxExecutable(Executable):
     """Runs the models and host calls of a Program in order, each model once for every rectangle of the step."""
 
@@ -106,24 +114,18 @@ class OnnxExecutable(Executable):
     ) -> None:  # fmt: skip
         self._session, self._common, self._program, self._pool = session, common, common.program, pool
         self.rows = Rows(pool or Pool(common.spec, 0), budget)
-        self._parts = [p if isinstance(p, Call) else Model(p, open_session) for p in _stretches(common, choices)]
+        self._parts = [p if isinstance(p, Call) else Model(p, open_session) for p in stretches(common, choices)]
 
     def run(self, batch: Batch) -> HostStep:
         env: dict[Value, Array] = {}
         rects = self._rectangles(batch)
         for part in self._parts:
             if isinstance(part, Call):
-                self._on_host(part, env, batch)
+                on_host(self._session, self._common, part, env, batch)
             else:
                 self._run_model(part, env, batch, rects)
         outputs = {name: env[value] for name, value in self._program.outputs.items()}
-        return HostStep(outputs, self._sample(outputs, batch))
-
-    def _sample(self, outputs: Mapping[str, Array], batch: Batch) -> Sampled:
-        if "logits" not in outputs:
-            return Sampled(np.zeros(0, np.int32))
-        logits = outputs["logits"]
-        return OPERATORS["sample"](logits, batch.sampling, vocab_size=self._program.vocab_size or logits.shape[-1])  # type: ignore[no-any-return]
+        return HostStep(outputs, sample(self._program, outputs, batch))
 
     def _rectangles(self, batch: Batch) -> list[Rectangle]:
         """The step's rectangles, each on rows of its own as far as the rows' budget goes."""
@@ -157,7 +159,7 @@ class OnnxExecutable(Executable):
             env[model.graph.values[name]] = array
 
     def _empty(self, model: Model, name: str, batch: Batch) -> Array:
-        return np.empty(_shape(model.graph.values[name], batch), np.float32)
+        return np.empty(shape_in(model.graph.values[name], batch), np.float32)
 
     def _run_rectangle(
         self, model: Model, env: dict[Value, Array], batch: Batch, rect: Rectangle, results: Mapping[str, Array]
@@ -168,7 +170,7 @@ class OnnxExecutable(Executable):
         rows = _RowsOfInputs(batch, rect)
         feeds = self._feeds(model, env, batch, rect, rows)
         values = model.graph.values
-        shapes = {name: (*rows.lead(values[name]), *_inner(values[name])) for name in model.results}
+        shapes = {name: (*rows.lead(values[name]), *inner(values[name])) for name in model.results}
         try:
             made = model.run(rect, self.rows, feeds, shapes)
         except Exception as e:
@@ -201,18 +203,20 @@ class OnnxExecutable(Executable):
             }
         return feeds
 
-    def _on_host(self, call: Call, env: dict[Value, Array], batch: Batch) -> None:
-        common = self._common
-        args = [None if v is None or v.kind == "state" else self._argument(v, env, batch) for v in call.args]
-        state = next((common.state_of[v] for v in call.args if v is not None and v.kind == "state"), -1)
-        for value, result in zip(call.results, run_on_host(self._session, common.spec, call, args, batch, state), strict=True):
-            if result is not None:
-                env[value] = np.asarray(result)
 
-    def _argument(self, value: Value, env: Mapping[Value, Array], batch: Batch) -> Any:
-        if value.kind == "constant":
-            return self._common.weights[value]
-        return getattr(batch, value.name) if value.kind == "input" else env[value].reshape(_shape(value, batch))
+def on_host(session: Session, common: Common, call: Call, env: dict[Value, Array], batch: Batch) -> None:
+    """Runs a call as its reference; its results go into `env`."""
+    args = [None if v is None or v.kind == "state" else _argument(common, v, env, batch) for v in call.args]
+    state = next((common.state_of[v] for v in call.args if v is not None and v.kind == "state"), -1)
+    for value, result in zip(call.results, run_on_host(session, common.spec, call, args, batch, state), strict=True):
+        if result is not None:
+            env[value] = np.asarray(result)
+
+
+def _argument(common: Common, value: Value, env: Mapping[Value, Array], batch: Batch) -> Any:
+    if value.kind == "constant":
+        return common.weights[value]
+    return getattr(batch, value.name) if value.kind == "input" else env[value].reshape(shape_in(value, batch))
 
 
 class _RowsOfInputs:
@@ -237,7 +241,7 @@ class _RowsOfInputs:
         dtype = np.float32 if value.dtype == "float" else np.int32
         if value.shape[0] == "tokens":
             found = source[self._rect.grid]
-            return np.ascontiguousarray(found.reshape(*self._rect.grid.shape, *_inner(value)), dtype)
+            return np.ascontiguousarray(found.reshape(*self._rect.grid.shape, *inner(value)), dtype)
         which, cells = self._chosen[str(value.shape[0])]
         return (
             cells.astype(np.int32) if value.kind == "input" else np.ascontiguousarray(source[which].reshape(len(which), -1), dtype)
@@ -254,17 +258,18 @@ class _RowsOfInputs:
             result[self._chosen[str(value.shape[0])][0]] = made.reshape(-1, *result.shape[1:])
 
 
-def _inner(value: Value) -> tuple[int, ...]:
+def inner(value: Value) -> tuple[int, ...]:
     """() for the step's integers, else the one inner dimension of a flat tensor."""
     return () if value.kind == "input" else (int(np.prod(value.shape[1:], dtype=np.int64)),)  # type: ignore[arg-type]
 
 
-def _shape(value: Value, batch: Batch) -> tuple[int, ...]:
+def shape_in(value: Value, batch: Batch) -> tuple[int, ...]:
+    """A value's shape in a step."""
     sizes = {"tokens": batch.tokens, "rows": len(batch.sample_rows), "pooled": len(batch.pool_rows), "seqs": batch.seqs}
     return tuple(sizes[d] if isinstance(d, str) else d for d in value.shape)
 
 
-def _stretches(common: Common, choices: Sequence[Choice]) -> Iterable[Graph | Call]:
+def stretches(common: Common, choices: Sequence[Choice]) -> Iterable[Graph | Call]:
     """The Program as models and host calls; what one makes and a later one reads becomes an output of it."""
     parts: list[list[Choice]] = []
     for choice in choices:
@@ -288,5 +293,5 @@ def _graph(common: Common, part: Sequence[Choice], wanted: set[Value]) -> Graph:
     for value in (v for choice in part for v in choice.call.results if v in wanted and v.kind == "call"):
         graph.values[f"out.{value.name}"] = value
         lead = ("B", "S") if value.shape[0] == "tokens" else (str(value.shape[0]),)
-        graph.output(f"out.{value.name}", graph.tensor(value), (*lead, *_inner(value)))
+        graph.output(f"out.{value.name}", graph.tensor(value), (*lead, *inner(value)))
     return graph

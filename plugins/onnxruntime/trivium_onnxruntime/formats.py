@@ -6,6 +6,7 @@ Q4_1 are blocks of the same kind, so their bytes are only rearranged and the num
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from trivium.ops import Weight
 from trivium.plugin import WeightFormat
 
 F32 = npt.NDArray[np.float32]
+Array = npt.NDArray[Any]
 U8 = npt.NDArray[np.uint8]
 BLOCK = 32
 _ALL = frozenset({
@@ -32,20 +34,29 @@ FORMATS = (
     WeightFormat("int8", bits=9, lossless_from=frozenset({"q8_0"}), error_budget=0.01),
     WeightFormat("float32", bits=32, lossless_from=_ALL),
 )
+CUDA_FORMATS = (
+    WeightFormat("int4", bits=5, lossless_from=frozenset({"q4_0"}), error_budget=0.12),
+    WeightFormat("int4_min", bits=6, error_budget=0.12),
+    WeightFormat("int8", bits=9, lossless_from=frozenset({"q8_0"}), error_budget=0.01),
+    WeightFormat("float16", bits=16, lossless_from=frozenset({"float16"}), error_budget=2**-11),
+    WeightFormat("float32", bits=32, lossless_from=_ALL),
+)
+"""Scales and minima in float16, the dtype of activations there. Products with float32 weights are made in float32."""
 _STORED = {"q4_0": "int4", "q4_1": "int4_min", "q8_0": "int8"}
 
 
 @dataclass
 class Resident:
     """A loaded weight. Plain: `array` float32[shape]. In blocks: q uint8[rows, blocks, 16 or 32] (4 bits: number 2i in the low
-    half of byte i, 2i+1 in the high one), d float32[rows, blocks] and, with a minimum, m likewise."""
+    half of byte i, 2i+1 in the high one), d float32[rows, blocks] and, with a minimum, m likewise. After rounded_to(), array, d
+    and m are in its dtype."""
 
     shape: tuple[int, ...]
     format: str
-    array: F32 | None = None
+    array: Array | None = None
     q: U8 | None = None
-    d: F32 | None = None
-    m: F32 | None = None
+    d: Array | None = None
+    m: Array | None = None
 
     @property
     def bits(self) -> int:
@@ -58,7 +69,7 @@ class Resident:
     def numbers(self) -> F32:
         """The plain numbers, float32[shape]."""
         if self.array is not None:
-            return self.array
+            return np.asarray(self.array, np.float32)
         assert self.q is not None and self.d is not None
         if self.bits == 8:
             whole = self.q.astype(np.float32) - np.float32(128)
@@ -82,6 +93,26 @@ def load(weight: Weight, format: str) -> Resident:
         return _rearranged(weight, format)
     rows = np.ascontiguousarray(weight.decode(), np.float32).reshape(math.prod(weight.shape[:-1]), -1, BLOCK)
     return _rounded(rows, weight.shape, format)
+
+
+def rounded_to(resident: Resident, dtype: str, name: str) -> Resident:
+    """The same weight with `array`, d and m in `dtype`, but for vectors, which stay float32 (some are frequencies, of which angles
+    are made). UnsupportedError where a number is too large for it."""
+    if len(resident.shape) < 2:
+        return resident
+    made: dict[str, Any] = {
+        part: numbers_in(x, dtype, name) for part in ("array", "d", "m") if (x := getattr(resident, part)) is not None
+    }
+    return dataclasses.replace(resident, format=dtype if "array" in made else resident.format, **made)
+
+
+def numbers_in(array: Array, dtype: str, name: str) -> Array:
+    """Rounded to nearest. UnsupportedError where a number is too large."""
+    with np.errstate(over="ignore"):
+        made = np.asarray(array, dtype)
+    if not np.isfinite(made).all():
+        raise UnsupportedError(f"{name} has numbers beyond {np.finfo(dtype).max}, the largest of {dtype}", param="dtype")
+    return made
 
 
 def joined(parts: Sequence[Resident]) -> Resident | None:

@@ -10,7 +10,7 @@ from trivium.ops import Call, Pattern, Value
 from trivium.plugin import Kernel
 from trivium_onnxruntime.graph import Graph
 from trivium_onnxruntime.lower_ops import (
-    attention_attrs, gamma, group_query_attention, kept, rotate,
+    attention, attention_attrs, gamma, kept, rotate,
 )  # fmt: skip
 
 
@@ -42,8 +42,8 @@ def _lower_qkv_attention(g: Graph, call: Call) -> None:
 
 
 def _rotates_inside(g: Graph) -> bool:
-    """Whether GroupQueryAttention rotates: what it appends can't be rounded to a KV format after that."""
-    return g.common.spec.dtype == "float32"
+    """Whether the attention operator rotates: what it appends can't be rounded to a KV format after that."""
+    return g.common.spec.dtype == g.common.dtype
 
 
 def _attend(g: Graph, qkv: list[str], q_shape: Any, k_shape: Any, call: Call, rest: tuple[Value | None, ...]) -> None:
@@ -61,7 +61,7 @@ def _attend(g: Graph, qkv: list[str], q_shape: Any, k_shape: Any, call: Call, re
             args[name] = rotate(g, args[name], shape, positions, inv_freq, a["interleaved"], a["rope_scale"])
         args |= {name: kept(g, args[name]) for name in ("key", "value")}
     args |= {"sink": g.tensor(sinks)} if sinks is not None else {}
-    g.set(call.results[0], group_query_attention(g, g.common.state_of[kv], int(q_shape[1]), args, **more))
+    g.set(call.results[0], attention(g, g.common.state_of[kv], int(q_shape[1]), args, **more))
 
 
 def _biases(g: Graph, weights: tuple[Value, ...], biases: tuple[Value | None, ...]) -> str:

@@ -1,7 +1,8 @@
 """One ONNX model under construction: a stretch of a Program's calls.
 
 Inside, a value of the step's tokens is a tensor [B, S, numbers]: a rectangle of B sequences by S columns (see rectangles.py) with
-all inner dimensions as one; a value of chosen rows is [rows, numbers].
+all inner dimensions as one; a value of chosen rows is [rows, numbers]. A model over pages (see paged.py) has the whole step in one
+row: B is 1, S its tokens.
 """
 
 from __future__ import annotations
@@ -14,19 +15,27 @@ import numpy.typing as npt
 from onnx import TensorProto, helper
 
 from trivium.ops import KVSpec, PagedKV, Program, Value
-from trivium_onnxruntime.formats import BLOCK, Resident, joined
+from trivium_onnxruntime.formats import BLOCK, Resident, joined, numbers_in
 
 CONTRIB = "com.microsoft"
 _OPSETS = {"": 23, CONTRIB: 1}
-_TYPES = {"float32": TensorProto.FLOAT, "int32": TensorProto.INT32, "int64": TensorProto.INT64, "uint8": TensorProto.UINT8}
+_TYPES = {
+    "float32": TensorProto.FLOAT, "float16": TensorProto.FLOAT16, "int32": TensorProto.INT32, "int64": TensorProto.INT64,
+    "uint8": TensorProto.UINT8,
+}  # fmt: skip
 KV_TYPES = {"float16": TensorProto.FLOAT16, "bfloat16": TensorProto.BFLOAT16}
 
 
 class Common:
-    """What all models of one Program share: weights, joined weights, tables of angles."""
+    """What all models of one Program share: weights, joined weights, tables of angles. `dtype`: of what is computed inside.
+    `paged`: attention reads and writes pages, in that dtype, instead of rows."""
 
-    def __init__(self, program: Program, weights: Mapping[str, Resident], spec: KVSpec, *, positions: int, accuracy: int) -> None:
+    def __init__(
+        self, program: Program, weights: Mapping[str, Resident], spec: KVSpec, *, positions: int, accuracy: int,
+        dtype: str = "float32", paged: bool = False,
+    ) -> None:  # fmt: skip
         self.program, self.spec, self.positions, self.accuracy = program, spec, positions, accuracy
+        self.dtype, self.paged = dtype, paged
         self.weights = {c.value: weights[c.value.name] for c in program.constants}
         self.arrays: dict[str, npt.NDArray[Any]] = {}
         self.state_of = _state_indices(program)
@@ -44,6 +53,7 @@ class Graph:
 
     def __init__(self, common: Common) -> None:
         self.common = common
+        self.type = _TYPES[common.dtype]
         self.inputs: dict[str, tuple[str, tuple[Any, ...]]] = {}
         self.outputs: dict[str, tuple[Any, ...]] = {}
         self.values: dict[str, Value] = {}
@@ -55,6 +65,7 @@ class Graph:
         self._nodes: list[Any] = []
         self._shaped: dict[Any, str] = {}
         self.pending: dict[int, tuple[str, str]] = {}
+        self.latest: dict[tuple[int, str], str] = {}
 
     def node(self, op: str, *args: str, domain: str = "", **attrs: Any) -> str:
         """Appends a node and returns its first output."""
@@ -81,7 +92,7 @@ class Graph:
             name = value.name
             lead: tuple[Any, ...] = ("B", "S") if value.shape[:1] == ("tokens",) else (str(value.shape[0]),)
             inner = () if value.kind == "input" else (int(np.prod([int(n) for n in value.shape[1:]], dtype=np.int64)),)
-            self.input(name, "float32" if value.dtype == "float" else "int32", (*lead, *inner))
+            self.input(name, self.common.dtype if value.dtype == "float" else "int32", (*lead, *inner))
             self.values[name] = value
         self._env[value] = name
         return name
@@ -113,9 +124,23 @@ class Graph:
             self._shaped[key] = self.node("Reshape", name, self.constant(f"shape{shape}", np.array(shape, np.int64)))
         return self._shaped[key]
 
-    def constant(self, name: str, array: npt.NDArray[Any]) -> str:
-        self.initializers[name] = array
+    def constant(self, name: str, array: npt.NDArray[Any], *, exact: bool = False) -> str:
+        """Numbers in the dtype of the model; `exact`: in their own."""
+        rounds = not exact and np.issubdtype(array.dtype, np.floating) and array.dtype != self.common.dtype
+        self.initializers[name] = numbers_in(array, self.common.dtype, name) if rounds else array
         return name
+
+    def exact(self, value: Value) -> str:
+        """A value in float32, whatever the dtype of the model: a constant unrounded."""
+        if self.common.dtype == "float32":
+            return self.tensor(value)
+        if value.kind == "constant":
+            return self.constant(f"{value.name} exact", self.common.weights[value].numbers(), exact=True)
+        return self.node("Cast", self.tensor(value), to=TensorProto.FLOAT)
+
+    def cast(self, name: str) -> str:
+        """A float32 or float16 tensor in the dtype of the model."""
+        return name if self.common.dtype == "float32" else self.node("Cast", name, to=self.type)
 
     def scalar(self, number: float) -> str:
         return self.constant(f"number {number!r}", np.array(number, np.float32))
@@ -129,7 +154,8 @@ class Graph:
         array = self.common.weights[value].array
         assert array is not None
         self.variables[value.name] = array
-        return self.input(value.name, "float32", array.shape)
+        name = self.input(value.name, str(array.dtype), array.shape)
+        return name if str(array.dtype) == self.common.dtype else self.once(("cast", name), lambda: self.cast(name))
 
     def once(self, key: Any, make: Any) -> str:
         """A tensor that several calls share."""
@@ -139,28 +165,40 @@ class Graph:
 
     def project(self, x: str, weight: Resident, name: str, bias: str = "") -> str:
         """x · weightᵀ + bias. With a minimum: the whole numbers count from 8, what is left of the minimum, m + 8 d, is multiplied
-        by the sums of x over blocks."""
+        by the sums of x over blocks. Over pages the bias is added apart: MatMulNBits has fast kernels for CUDA that take none."""
         if weight.array is not None:
-            y = self.contrib("FusedMatMul", x, self.constant(name, weight.array), transB=1)
+            y = self.product("FusedMatMul", x, name, weight.array, transB=1, domain=CONTRIB)
             return self.node("Add", y, bias) if bias else y
         assert weight.q is not None and weight.d is not None
         out, width = weight.shape
+        inside = bool(bias) and not self.common.paged
         args = [x, self.constant(f"{name} q", weight.q), self.constant(f"{name} d", weight.d.reshape(out, -1)), "", "", bias]
         y = self.contrib(
-            "MatMulNBits", *args[: 6 if bias else 3], K=width, N=out, bits=weight.bits, block_size=BLOCK,
+            "MatMulNBits", *args[: 6 if inside else 3], K=width, N=out, bits=weight.bits, block_size=BLOCK,
             accuracy_level=self.common.accuracy,
         )  # fmt: skip
+        y = self.node("Add", y, bias) if bias and not inside else y
         if weight.m is None:
             return y
         rest = self.constant(f"{name} m", weight.m.reshape(out, -1) + np.float32(8) * weight.d.reshape(out, -1))
         return self.node("Add", y, self.contrib("FusedMatMul", self._block_sums(x, width), rest, transB=1))
+
+    def product(self, op: str, x: str, name: str, weight: npt.NDArray[Any], **attrs: Any) -> str:
+        """A product with a plain weight, in float32 if that is how the weight is kept."""
+        if str(weight.dtype) == self.common.dtype:
+            return self.node(op, x, self.constant(name, weight), **attrs)
+        wide = self.once(("wide", x), lambda: self.node("Cast", x, to=TensorProto.FLOAT))
+        return self.cast(self.node(op, wide, self.constant(f"{name} exact", weight, exact=True), **attrs))
 
     def _block_sums(self, x: str, width: int) -> str:
         ones = np.repeat(np.eye(width // BLOCK, dtype=np.float32), BLOCK, axis=0)
         return self.once(("sums", x), lambda: self.node("MatMul", x, self.constant(f"block sums {width}", ones)))
 
     def output(self, name: str, source: str, shape: tuple[Any, ...]) -> None:
-        if source != name:
+        """A result, in float32."""
+        if self.common.dtype != "float32":
+            self.node_to("Cast", [source], [name], to=TensorProto.FLOAT)
+        elif source != name:
             self.node_to("Identity", [source], [name])
         self.outputs[name] = shape
 
@@ -168,7 +206,13 @@ class Graph:
         spec = self.common.program.states[state].spec
         assert isinstance(spec, PagedKV)
         self.states.add(state)
-        return self.input(f"{part}.{state}", "float32", ("B", spec.kv_heads, "C", spec.head_dim))
+        return self.input(f"{part}.{state}", self.common.dtype, self.state_shape(spec))
+
+    def state_shape(self, spec: PagedKV) -> tuple[Any, ...]:
+        """Of a state's keys, and of its values: rows, or pages."""
+        if self.common.paged:
+            return "P", self.common.spec.page_size, spec.kv_heads, spec.head_dim
+        return "B", spec.kv_heads, "C", spec.head_dim
 
     def model(self) -> bytes:
         """The serialised model; its weights are named as external data and handed over by address."""
@@ -179,11 +223,14 @@ class Graph:
         graph = helper.make_graph(
             self._nodes, "program",
             [helper.make_tensor_value_info(name, _TYPES[dtype], shape) for name, (dtype, shape) in self.inputs.items()],
-            [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in self.outputs.items()],
+            [helper.make_tensor_value_info(name, self._output_type(name), shape) for name, shape in self.outputs.items()],
             constants,
         )  # fmt: skip
         opsets = [helper.make_opsetid(domain, version) for domain, version in _OPSETS.items()]
         return helper.make_model(graph, opset_imports=opsets, ir_version=10).SerializeToString()  # type: ignore[no-any-return]
+
+    def _output_type(self, name: str) -> int:
+        return self.type if name.startswith(("keys.", "values.")) else TensorProto.FLOAT
 
     def external(self) -> dict[str, npt.NDArray[Any]]:
         """The weights that the model only names."""

@@ -57,8 +57,9 @@ def _linear(g: Graph, call: Call) -> None:
 def _head_linear(g: Graph, call: Call) -> None:
     weight = _argument(call, 1)
     x = g.node("Unsqueeze", g.by_head(_argument(call, 0)), g.constant("before last", np.array([-2], np.int64)))
-    turned = np.ascontiguousarray(g.common.weights[weight].numbers().swapaxes(1, 2))
-    y = g.node("MatMul", x, g.constant(f"{weight.name} turned", turned))
+    held = g.common.weights[weight]
+    turned = np.ascontiguousarray((held.numbers() if held.array is None else held.array).swapaxes(1, 2))
+    y = g.product("MatMul", x, f"{weight.name} turned", turned)
     g.set(call.results[0], g.reshape(y, (0, 0, int(np.prod(call.results[0].shape[1:], dtype=np.int64)))))  # type: ignore[arg-type]
 
 
@@ -131,10 +132,10 @@ def rotate(g: Graph, x: str, shape: Any, positions: Value, inv_freq: Value, inte
     def angles() -> str:
         at = g.node("Cast", g.tensor(positions), to=1)
         turned = g.node("Unsqueeze", at, g.constant("last", np.array([-1], np.int64)))
-        return g.node("Mul", turned, g.tensor(inv_freq))
+        return g.node("Mul", turned, g.exact(inv_freq))
 
     def table(op: str) -> str:
-        made = g.node(op, g.once(("angles", positions, inv_freq), angles))
+        made = g.cast(g.node(op, g.once(("angles", positions, inv_freq), angles)))
         return made if scale == 1.0 else g.node("Mul", made, g.scalar(scale))
 
     cos, sin = (g.once((op, positions, inv_freq, scale), lambda op=op: table(op)) for op in ("Cos", "Sin"))
@@ -178,7 +179,7 @@ def _lora(g: Graph, call: Call) -> None:
 
     def mask() -> str:
         own = g.node("Unsqueeze", g.tensor(adapters), g.constant("last", np.array([-1], np.int64)))
-        return g.node("Cast", g.node("Equal", own, owner), to=1)
+        return g.node("Cast", g.node("Equal", own, owner), to=g.type)
 
     low = g.contrib("FusedMatMul", g.tensor(x), g.reshape(g.variable(a), (slots * rank, -1)), transB=1)
     low = g.node("Mul", low, g.once(("adapters", slots, rank), mask))
@@ -188,7 +189,7 @@ def _lora(g: Graph, call: Call) -> None:
 def kept(g: Graph, x: str) -> str:
     """Keys or values as the KV format holds them."""
     dtype = g.common.spec.dtype
-    return x if dtype == "float32" else g.node("Cast", g.node("Cast", x, to=KV_TYPES[dtype]), to=1)
+    return x if dtype == g.common.dtype else g.node("Cast", g.node("Cast", x, to=KV_TYPES[dtype]), to=1)
 
 
 def _kv_write(g: Graph, call: Call) -> None:
@@ -198,9 +199,35 @@ def _kv_write(g: Graph, call: Call) -> None:
     g.states.add(state)
 
 
-def group_query_attention(g: Graph, state: int, heads: int, args: Mapping[str, str], **attrs: Any) -> str:
-    """Attention over the rows of a state, which get the step's keys and values. args: query, and key, value (absent: packed in
-    the query), cos, sin, sink."""
+def attention(g: Graph, state: int, heads: int, args: Mapping[str, str], **attrs: Any) -> str:
+    """Attention over what a state holds, to which the step's keys and values are added first. args: query, and key, value
+    (absent: packed in the query), cos, sin, sink."""
+    return (_over_pages if g.common.paged else _over_rows)(g, state, heads, args, **attrs)
+
+
+def _over_pages(g: Graph, state: int, heads: int, args: Mapping[str, str], **attrs: Any) -> str:
+    """PagedAttention; a second one of a state reads the pages as the first one leaves them. Where the step's keys and values lie in
+    the pages already, their slots are -1: they are not stored again."""
+    spec, (group, _) = g.common.program.states[state].spec, g.common.spec.group_of(state)
+    assert isinstance(spec, PagedKV)
+    first = g.constant("first", np.array([0], np.int64))
+    flat = [g.node("Squeeze", args[name], first) if name in args else "" for name in ("query", "key", "value")]
+    pages = [g.latest.get((state, part)) or g.state_input(state, part) for part in ("keys", "values")]
+    lengths = [g.input("step.starts", "int32", ("N",)), g.input("step.past", "int32", ("seqs",))]
+    tables = g.input(f"step.tables.{group}", "int32", ("seqs", "blocks"))
+    slots = g.input("step.nowhere" if state in g.from_pages else f"step.slots.{group}", "int32", ("S",))
+    inputs = [*flat, *pages, *lengths, tables, args.get("cos", ""), args.get("sin", ""), slots, args.get("sink", "")]
+    inputs += ["", "", "", "", g.input("step.bounds", "int32", (2,))]
+    y = f"attention.{state}.{len(g.outputs)}"
+    names = [f"{part}.{state}.new.{len(g.outputs)}" for part in ("keys", "values")]
+    g.latest |= {(state, part): name for part, name in zip(("keys", "values"), names)}
+    g.outputs.update(dict.fromkeys(names, g.state_shape(spec)))
+    g.node_to("PagedAttention", inputs, [y, *names], domain=CONTRIB, num_heads=heads, kv_num_heads=spec.kv_heads, **attrs)
+    return g.node("Unsqueeze", y, first)
+
+
+def _over_rows(g: Graph, state: int, heads: int, args: Mapping[str, str], **attrs: Any) -> str:
+    """GroupQueryAttention."""
     spec = g.common.program.states[state].spec
     assert isinstance(spec, PagedKV)
     past = [g.state_input(state, part) for part in ("keys", "values")]
@@ -208,7 +235,7 @@ def group_query_attention(g: Graph, state: int, heads: int, args: Mapping[str, s
     inputs = [args["query"], args.get("key", ""), args.get("value", ""), *past, *lengths, args.get("cos", ""), args.get("sin", "")]
     inputs += ["", "", args.get("sink", ""), "", "", "", "", g.input("queries", "int32", ("B",))]
     y = f"attention.{state}.{len(g.outputs)}"
-    shape = ("B", spec.kv_heads, "C", spec.head_dim)
+    shape = g.state_shape(spec)
     names = [f"keys.{state}.new", f"values.{state}.new"]
     if names[0] in g.outputs:  # a second reader of what the first one has appended: the same numbers again
         names = [f"{name}.{len(g.outputs)}" for name in names]
@@ -225,7 +252,7 @@ def attention_attrs(attrs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _paged_attention(g: Graph, call: Call) -> None:
-    """Keys and values that were stored before this model come from the pages."""
+    """Keys and values that were stored before this model come from the pages; PagedAttention leaves unread what is given here."""
     q, kv, _, _, sinks = call.args
     assert q is not None and kv is not None
     state = g.common.state_of[kv]
@@ -235,20 +262,20 @@ def _paged_attention(g: Graph, call: Call) -> None:
         g.from_pages.add(state)
         width = spec.kv_heads * spec.head_dim
         g.pending[state] = (
-            g.input(f"key.{state}", "float32", ("B", "S", width)), g.input(f"value.{state}", "float32", ("B", "S", width))
+            g.input(f"key.{state}", g.common.dtype, ("B", "S", width)), g.input(f"value.{state}", g.common.dtype, ("B", "S", width))
         )  # fmt: skip
     key, value = g.pending[state]
     args = {"query": g.tensor(q), "key": key, "value": value, **({"sink": g.tensor(sinks)} if sinks is not None else {})}
-    g.set(call.results[0], group_query_attention(g, state, int(q.shape[1]), args, **attention_attrs(call.attrs)))
+    g.set(call.results[0], attention(g, state, int(q.shape[1]), args, **attention_attrs(call.attrs)))
 
 
 def store_pending(g: Graph) -> None:
     """Keys and values that nobody in this model attends to are appended all the same: as queries of themselves."""
     for state, (key, value) in g.pending.items():
-        if f"keys.{state}.new" not in g.outputs:
+        if not any(name.startswith(f"keys.{state}.new") for name in g.outputs):
             spec = g.common.program.states[state].spec
             assert isinstance(spec, PagedKV)
-            group_query_attention(g, state, spec.kv_heads, {"query": key, "key": key, "value": value}, scale=1.0)
+            attention(g, state, spec.kv_heads, {"query": key, "key": key, "value": value}, scale=1.0)
 
 
 def supports_attention(call: Call) -> str | None:
