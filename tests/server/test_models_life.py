@@ -29,9 +29,11 @@ class Made:
 
     def __init__(self, name, log):
         memory = SimpleNamespace(weights=3, kv=4)
-        self.loaded = SimpleNamespace(max_model_len=8, architecture="made", session=SimpleNamespace(memory=lambda: memory))
+        session, traced = SimpleNamespace(memory=lambda: memory), SimpleNamespace(states=(1,))
+        self.loaded = SimpleNamespace(max_model_len=8, architecture="made", session=session, traced=traced)
         self.tokenizer = SimpleNamespace(chat_template=None, tokens=lambda: ["a"])
         self.name, self.log, self.is_ready = name, log, True
+        self.takes_images = self.cross_encoder = False
         log.append(f"+{name}")
 
     def default_params(self):
