@@ -140,6 +140,12 @@ def test_no_json_value_and_no_broken_file_is_an_image(image: Any) -> None:
         parts.take([{"role": "user", "content": [{"type": "image", "image": image}]}], np.array)
 
 
+@pytest.mark.parametrize("kind", [["image"], {}, None, 5])
+def test_a_part_whose_type_is_no_text_is_left_for_others_to_judge(kind: Any) -> None:
+    messages = [{"role": "user", "content": [{"type": kind, "image": b""}]}]
+    assert parts.take(messages, np.array) == (messages, [])
+
+
 def bomb(width: int, height: int) -> bytes:
     """A PNG that says it is so large, and holds nothing."""
 

@@ -27,7 +27,7 @@ MAX_PIXELS = 50_000_000
 MAX_IMAGES = 64
 """In one prompt."""
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
-KINDS = frozenset({"image", "image_url", "input_image"})
+KINDS = ("image", "image_url", "input_image")
 _ORIENTATION = 0x0112
 """EXIF's tag; 1: as stored."""
 
