@@ -59,8 +59,7 @@ class Idefics3Vision(Vision):
         return b.finish(outputs, vocab_size=self.info.hidden)
 
     def chat(self, tokenizer: Any, messages: Sequence[Any], template: Mapping[str, Any]) -> tuple[list[int], Sequence[Span]]:
-        plain, pictures = take(messages)
-        images = [self.tiling.cut(picture) for picture in pictures]
+        plain, images = take(messages, self.tiling.cut)
         text = self._expanded(tokenizer.render_chat(plain, **template), images)
         ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
         tiles = [self.tile(self._patches(pixels)) for image in images for pixels in image.pixels]

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import numpy as np
-from trivium.errors import UnsupportedError
+from trivium.errors import CheckpointError, UnsupportedError
 from trivium.ops import Weight
 
 from trivium_formats.lazy import FLOATS, Decoded, Floats, Lazy, Parts
@@ -52,7 +52,10 @@ def _matrices(config: Config, tensors: Tensors) -> Iterator[tuple[str, str]]:
         kind = config.get(name, "FLOAT")
         if kind in KINDS and last == "weight":
             yield stem, kind
-        elif last == "weight" and (kind != "FLOAT" or any(f"{stem}.{part}" in tensors for part in _SCALES)):
+        elif last == "weight" and kind == "FLOAT":
+            if scale := next((f"{stem}.{part}" for part in _SCALES if f"{stem}.{part}" in tensors), None):
+                raise CheckpointError(f"there is {scale}, but ModelSlim's description does not say of what kind {name} is")
+        elif last == "weight":
             raise UnsupportedError(f"{name} is {kind} in ModelSlim's description; FLOAT and {', '.join(KINDS)} can be read")
 
 

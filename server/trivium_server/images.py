@@ -12,7 +12,7 @@ from trivium_server.faults import bad
 if TYPE_CHECKING:
     from trivium_server.models import Served
 
-_KINDS = frozenset({"image", "image_url", "input_image"})
+_KINDS = ("image", "image_url", "input_image")
 
 
 def pictured(served: Served, messages: Any) -> Any:

@@ -30,7 +30,7 @@ class Facts:
     """What is known of a model once it has been loaded. max_model_len: tokens of prompt and output together. size: bytes of its
     weights and of its KV cache. defaults: sampling parameters of requests that have none. max_characters: what a context of the
     longest tokens would hold. What is longer need not be cut into tokens, at seconds a megabyte, for anybody to know that it is too
-    long. images: whether chats may show some."""
+    long. images: whether chats may show some. generates, embeds: whether the model makes tokens, and embeddings."""
 
     max_model_len: int
     max_characters: int
@@ -39,6 +39,8 @@ class Facts:
     size: int
     defaults: SamplingParams
     images: bool
+    generates: bool
+    embeds: bool
 
     @classmethod
     def of(cls, llm: AsyncLLM) -> Facts:
@@ -46,7 +48,8 @@ class Facts:
         loaded, memory = llm.loaded, llm.loaded.session.memory()
         template, size = llm.tokenizer.chat_template, memory.weights + memory.kv
         tokens, longest = loaded.max_model_len, max(map(len, llm.tokenizer.tokens()))
-        return cls(tokens, tokens * longest, loaded.architecture, template, size, llm.default_params(), llm.takes_images)
+        can = llm.takes_images, bool(loaded.traced.states), not llm.cross_encoder
+        return cls(tokens, tokens * longest, loaded.architecture, template, size, llm.default_params(), *can)
 
 
 @dataclass(eq=False)
@@ -124,6 +127,12 @@ class Served:
     def max_model_len(self) -> int:
         """Tokens of prompt and output together."""
         return self.facts.max_model_len
+
+    def check_embeds(self) -> None:
+        """Raises UnsupportedError for a cross-encoder."""
+        if not self.facts.embeds:
+            message = "this model scores pairs of texts and has no embeddings; use /v1/rerank or /v1/score"
+            raise errors.UnsupportedError(message, param="model")
 
     def check_length(self, prompt: Any) -> None:
         """Raises ContextLengthError for a text, ids or messages that are longer than any that fit, even if they were cut."""

@@ -282,6 +282,7 @@ async def embed(call: Call, body: OllamaEmbed) -> Object:
     if not texts or "" in texts:
         raise bad("input must not be empty", "input")
     served = await _use(call, body)
+    served.check_embeds()
     for text in texts:
         served.check_length(text)
     outputs = await embedded(served, texts, PoolingParams(dimensions=body.dimensions), call.options(body), call.app.meters)
@@ -333,7 +334,7 @@ async def show(call: Call, body: OllamaShow) -> Object:
     template, length = facts.chat_template or "", facts.max_model_len
     signs = {"tools": ("tools",), "thinking": ("enable_thinking", "<think>", "reasoning_content")}
     can = [
-        "completion",
+        *(["completion"] if facts.generates else ["embedding"] if facts.embeds else []),
         *(["vision"] if facts.images else []),
         *(name for name, words in signs.items() if any(word in template for word in words)),
     ]

@@ -62,8 +62,7 @@ async def embed(call: Call, body: EmbeddingRequest) -> Embeddings:
     given = {"pooling": body.pooling, "normalize": body.normalize, "dimensions": body.dimensions}
     pooling = PoolingParams(**{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
     served = await call.use(body.model, body)
-    if served.llm.cross_encoder:
-        raise bad("this model scores pairs of texts and has no embeddings; use /v1/rerank or /v1/score", "model")
+    served.check_embeds()
     for prompt in prompts:
         served.check_length(prompt)
     outputs = await embedded(served, prompts, pooling, call.options(body), call.app.meters)

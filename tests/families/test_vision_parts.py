@@ -70,7 +70,7 @@ def test_an_image_is_the_same_as_picture_as_bytes_as_path_and_as_data_url(mode: 
         {"type": "image_url", "image_url": {"url": url}}, {"type": "image_url", "image_url": url},
         {"type": "input_image", "image_url": url},
     ]  # fmt: skip
-    messages, images = parts.take([{"role": "user", "content": [*given, {"type": "text", "text": "which?"}]}])
+    messages, images = parts.take([{"role": "user", "content": [*given, {"type": "text", "text": "which?"}]}], lambda image: image)
     assert messages == [{"role": "user", "content": [{"type": "image"}] * 6 + [{"type": "text", "text": "which?"}]}]
     assert len(images) == 6 and len({image.tobytes() for image in images}) == 1 and images[0].mode == "RGB"
 
@@ -81,20 +81,70 @@ def test_what_is_transparent_lies_on_white() -> None:
     assert set(parts.read(picture).tobytes()) == {255}
 
 
+@pytest.mark.oracles
+@pytest.mark.parametrize("orientation", range(9))
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
+def test_a_photo_is_the_way_up_that_its_camera_was_held(kind: str, orientation: int) -> None:
+    image, loaded = pytest.importorskip("PIL.Image"), pytest.importorskip("transformers.image_utils").load_image
+    exif, out = image.Exif(), io.BytesIO()
+    exif[0x0112] = orientation
+    photo(20, 30).save(out, kind, exif=exif.tobytes())
+    want = loaded(image.open(out))
+    for source in (out.getvalue(), image.open(out)):
+        np.testing.assert_array_equal(np.array(parts.read(source)), np.array(want))
+    assert want.size == ((30, 20) if orientation >= 5 else (20, 30))
+
+
+@pytest.mark.parametrize("big", [False, True])
+def test_shades_of_16_bits_keep_their_eight_highest(big: bool) -> None:
+    image = pytest.importorskip("PIL.Image")
+    shades = np.linspace(0, 65535, 600).astype(np.uint16).reshape(20, 30)
+    picture = image.frombytes("I;16B", (30, 20), shades.astype(">u2").tobytes()) if big else image.fromarray(shades)
+    for source in (picture,) if big else (picture, png(picture)):
+        np.testing.assert_array_equal(np.array(parts.read(source)), np.repeat(shades[..., None] >> 8, 3, axis=-1))
+
+
+def test_one_image_at_a_time_is_in_memory_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    events, read = [], parts.read
+    monkeypatch.setattr(parts, "read", lambda *given: events.append("read") or read(*given))
+    content = [{"type": "image", "image": png(photo(8, 8))}] * 3
+    parts.take([{"role": "user", "content": content}, {"role": "user", "content": content}], lambda image: events.append("cut"))
+    assert events == ["read", "cut"] * 6
+
+
+@pytest.mark.parametrize("kind", ["truncated", "closed", "premultiplied", "long path"])
+def test_a_picture_or_path_that_can_t_be_read_is_a_typed_error(kind: str, tmp_path: Path) -> None:
+    image, data = pytest.importorskip("PIL.Image"), png(photo(40, 40))
+    source: Any = tmp_path / ("x" * 300)
+    if kind == "premultiplied":
+        source = image.new("La", (4, 4))
+    elif kind != "long path":
+        source = image.open(io.BytesIO(data[:300] if kind == "truncated" else data))
+        source.close() if kind == "closed" else None
+    with pytest.raises(InvalidRequestError, match="can't be read"):
+        parts.read(source)
+
+
 @pytest.mark.parametrize("url", [
     "https://example.org/a.png", "http://169.254.169.254/latest", "file:///etc/passwd", "/etc/passwd",
     "data:text/plain;base64,AAAA",
     "data:image/png,AAAA", "data:image/png;base64,%%%", "data:image/png;base64,AAAA\n", "", None, 7, ["data:image/png;base64,AAAA"],
 ])  # fmt: skip
 def test_an_address_is_refused_whatever_it_names(url: Any) -> None:
-    with pytest.raises(InvalidRequestError, match=r"nothing is fetched|base64|can't be read"):
-        parts.take([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}])
+    with pytest.raises(InvalidRequestError, match=r"nothing is fetched|base64|is no image that is"):
+        parts.take([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}], np.array)
 
 
 @pytest.mark.parametrize("image", ["/etc/hostname", None, {"path": "/etc/passwd"}, ["x"], 5, b"", b"GIF89a", b"\x89PNG\r\n"])
 def test_no_json_value_and_no_broken_file_is_an_image(image: Any) -> None:
     with pytest.raises(InvalidRequestError, match="image"):
-        parts.take([{"role": "user", "content": [{"type": "image", "image": image}]}])
+        parts.take([{"role": "user", "content": [{"type": "image", "image": image}]}], np.array)
+
+
+@pytest.mark.parametrize("kind", [["image"], {}, None, 5])
+def test_a_part_whose_type_is_no_text_is_left_for_others_to_judge(kind: Any) -> None:
+    messages = [{"role": "user", "content": [{"type": kind, "image": b""}]}]
+    assert parts.take(messages, np.array) == (messages, [])
 
 
 def bomb(width: int, height: int) -> bytes:
@@ -137,14 +187,15 @@ def test_limits_hold_for_bytes_paths_addresses_and_numbers_of_images(monkeypatch
     monkeypatch.setattr(parts, "MAX_BYTES", 1 << 20)
     monkeypatch.setattr(parts, "MAX_IMAGES", 2)
     with pytest.raises(InvalidRequestError, match="2 images"):
-        parts.take([{"role": "user", "content": [{"type": "image", "image": data}] * 3}])
+        parts.take([{"role": "user", "content": [{"type": "image", "image": data}] * 3}], np.array)
 
 
 def test_only_formats_of_images_are_opened(tmp_path: Path) -> None:
     out = io.BytesIO()
     photo(8, 8).save(out, "PPM")
-    with pytest.raises(InvalidRequestError, match="PNG, JPEG"):
+    with pytest.raises(InvalidRequestError, match="PNG, JPEG") as said:
         parts.read(out.getvalue())
+    assert "object at" not in str(said.value)
 
 
 def test_without_pillow_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -107,7 +107,6 @@ def change(folder: Path, name: str, value: Any) -> Path:
     ("name", "value", "message"),
     [
         (f"{STEM}.weight", "W4A8_DYNAMIC", f"{STEM}.weight is W4A8_DYNAMIC"),
-        (f"{STEM}.weight", "FLOAT", f"{STEM}.weight is FLOAT"),
         ("model.embed_tokens.weight", "W8A8_MXFP8", "model.embed_tokens.weight is W8A8_MXFP8"),
         ("metadata", {"quarot": {"max_tp_size": 4}}, "rotate activations"),
     ],
@@ -116,6 +115,16 @@ def test_what_can_not_be_read_is_refused_by_name(tmp_path: Path, name: str, valu
     folder, *_ = modelslim_pair(tmp_path, "W8A8")
     with pytest.raises(UnsupportedError, match=message):
         open_checkpoint(change(folder, name, value))
+
+
+@pytest.mark.parametrize("said", [{f"{STEM}.weight": "FLOAT"}, {}])
+def test_a_matrix_with_scales_of_which_no_kind_is_said_is_named(tmp_path: Path, said: dict[str, str]) -> None:
+    folder, *_ = modelslim_pair(tmp_path, "W8A8")
+    described = json.loads((folder / DESCRIPTION).read_text())
+    del described[f"{STEM}.weight"]
+    (folder / DESCRIPTION).write_text(json.dumps({**described, **said}))
+    with pytest.raises(CheckpointError, match=rf"does not say of what kind {STEM}\.weight is"):
+        open_checkpoint(folder)
 
 
 def with_tensors(folder: Path, **changed: Any) -> Path:

@@ -49,6 +49,10 @@ def test_what_a_cross_encoder_does_not_do_is_refused(judge):
     ):  # fmt: skip
         reply = http.post(path, json=body)
         assert reply.status_code == 400 and words in reply.json()["error"]["message"], reply.text
+    for path, body in (("/api/embed", {"model": "tiny", "input": "a"}), ("/api/embeddings", {"model": "tiny", "prompt": "a"})):
+        reply = http.post(path, json=body)
+        assert reply.status_code == 400 and "/v1/rerank" in reply.json()["error"], reply.text
+    assert http.post("/api/show", json={"model": "tiny"}).json()["capabilities"] == []
 
 
 def test_embeddings_of_an_encoder_over_http(tmp_path):
@@ -63,5 +67,6 @@ def test_embeddings_of_an_encoder_over_http(tmp_path):
             np.testing.assert_allclose(row["embedding"], want / np.linalg.norm(want), atol=1e-4)
         reply = http.post("/v1/completions", json={"prompt": "a"})
         assert reply.status_code == 400 and "makes no tokens" in reply.json()["error"]["message"]
+        assert http.post("/api/show", json={"model": "tiny"}).json()["capabilities"] == ["embedding"]
         first = http.post("/v1/rerank", json={"query": TEXTS[1], "documents": TEXTS}).json()["results"][0]
         assert first["index"] == 1 and first["relevance_score"] == pytest.approx(1.0, abs=1e-5)

@@ -92,6 +92,7 @@ def test_streams_take_pictures_too(server: Running) -> None:
     {"type": "image", "image": "/etc/passwd"}, {"type": "image", "path": "/etc/passwd"}, {"type": "image"},
     {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}, {"type": "image_url"},
     {"type": "image_url", "image_url": {"url": "data:image/png;base64,%%"}}, {"type": "image_url", "image_url": {"url": 5}},
+    {"type": ["image"], "image": "x"}, {"type": {}, "image": "x"},
 ], ids=str)  # fmt: skip
 def test_what_is_no_image_in_itself_is_refused(server: Running, part: dict[str, Any]) -> None:
     answer = post(server, CHATS, {"messages": [{"role": "user", "content": [part, ASK]}], "max_completion_tokens": 2})

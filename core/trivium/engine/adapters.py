@@ -19,7 +19,6 @@ from trivium.ops.batch import F32, I32
 from trivium.plugin.contract import Session, Tensor
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-_NOTHING = np.zeros((0, 1), np.float32)
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,11 +40,7 @@ class Adapters:
     make way. `head_dim`: of queries and keys whose rows the checkpoint stores in interleaved order, 0: it doesn't."""
 
     def __init__(self, session: Session, placed: Placed, slots: int, rank: int, head_dim: int = 0) -> None:
-        self.slots = slots
-        self._session = session
-        self._placed = placed
-        self._rank = rank
-        self._head_dim = head_dim
+        self.slots, self._session, self._placed, self._rank, self._head_dim = slots, session, placed, rank, head_dim
         self._known: dict[str, Adapter] = {}
         self._free = list(range(slots))
         self._resident: OrderedDict[Adapter, int] = OrderedDict()
@@ -99,30 +94,35 @@ class Adapters:
         try:
             folder = Path(path)
             found = path != "" and folder.is_dir()
-        except (TypeError, ValueError):  # another type; a zero byte
+        except (TypeError, ValueError, OSError):  # another type; a zero byte; too long a name
             found = False
         if not found:
             raise InvalidRequestError(f"an adapter is a folder on this machine, which {path!r:.200} is not", param="path")
         name = next((name for name in installed("adapter_format") if (folder / name).is_file()), None)
         if name is None:
-            known = " or ".join(installed("adapter_format"))
-            raise CheckpointError(f"{folder} is no adapter: {known or 'a plugin that reads adapters'} is missing")
+            raise CheckpointError(f"{folder} is no adapter: {' or '.join(installed('adapter_format')) or 'a plugin'} is missing")
         reader, what = find("adapter_format", name)
         parts = expect(Mapping, blame(what)(reader)(folder, [*self._placed], self._rank, self._head_dim), what)
         digest = blake2b(digest_size=32)
         for target in self._placed:
             if target[:2] in parts:
-                if not all(np.isfinite(x).all() for x in parts[target[:2]]):
+                whole = blame(where := f"{what}: {target.module}")(_whole)(target, expect(tuple, parts[target[:2]], where))
+                if not all(np.isfinite(x).all() for x in whole):
                     raise CheckpointError(f"{folder}: {target.module} has numbers that are not finite")
                 digest.update(target.a.name.encode() + b"".join(x.tobytes() for x in parts[target[:2]]))
         return Adapter(parts, digest.hexdigest())
 
     def _write(self, adapter: Adapter, slot: int) -> None:
         for target, tensors in self._placed.items():
-            for value, tensor, array in zip((target.a, target.b), tensors, adapter.parts.get(target[:2], (_NOTHING, _NOTHING))):
-                whole = np.zeros(tuple(map(int, value.shape[1:])), np.float32)
-                whole[: len(array)] = array
+            for tensor, whole in zip(tensors, _whole(target, adapter.parts.get(target[:2]))):
                 self._session.assign(tensor, slot, whole)
+
+
+def _whole(target: Target, part: tuple[F32, F32] | None) -> list[F32]:
+    """A target's a float32[rank, in] and b float32[rank, out], zeros behind what an adapter has; ValueError if it doesn't fit."""
+    shapes = [tuple(map(int, value.shape[1:])) for value in (target.a, target.b)]
+    own = [np.zeros((0, width), np.float32) for _, width in shapes] if part is None else part
+    return [np.pad(x, ((0, s[0] - len(x)), (0, 0))).astype(np.float32).reshape(s) for x, s in zip(own, shapes, strict=True)]
 
 
 def enabled(lora: Adapters | None) -> Adapters:

@@ -107,9 +107,12 @@ def _open_file(path: Path) -> Checkpoint:
     blamed = blame(what)
 
     def tokenizer() -> Json:
-        return {key: blamed(value) if callable(value) else value for key, value in blamed(found.tokenizer_data)().items()}
+        words = expect(Mapping, blamed(found.tokenizer_data)(), f"{what}: tokenizer").items()
+        return {key: blamed(value) if callable(value) else value for key, value in words}
 
     found: Checkpoint = expect(Checkpoint, blamed(read)(path), what)
+    for part, kind in (("config", dict), ("generation_config", Mapping), ("fingerprint", str), ("tensors", Mapping)):
+        expect(kind, getattr(found, part), f"{what}: {part}")
     return replace(found, tensors=_blamed(found.tensors, what), tokenizer=tokenizer)
 
 

@@ -10,9 +10,9 @@ import base64
 import binascii
 import io
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from trivium.errors import InvalidRequestError, UnsupportedError
 from trivium.ops import Span, Tile
@@ -27,33 +27,38 @@ MAX_PIXELS = 50_000_000
 MAX_IMAGES = 64
 """In one prompt."""
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
-KINDS = frozenset({"image", "image_url", "input_image"})
+KINDS = ("image", "image_url", "input_image")
+_ORIENTATION = 0x0112
+"""EXIF's tag; 1: as stored."""
+
+T = TypeVar("T")
 
 
-def take(messages: Sequence[Any]) -> tuple[list[Any], list[Image]]:
-    """The messages with every image part as {"type": "image"}, and the images (RGB) in their order. What is no image part is left
-    for others to judge. InvalidRequestError for an image that can't be read or is too large, UnsupportedError without Pillow."""
-    images: list[Image] = []
-    return [_message(message, f"messages[{i}]", images) for i, message in enumerate(messages)], images
+def take(messages: Sequence[Any], cut: Callable[[Image], T]) -> tuple[list[Any], list[T]]:
+    """The messages with every image part as {"type": "image"}, and what `cut` makes of the images (RGB), in their order. One image
+    at a time is in memory as a whole, for one of a few kilobytes may unpack to 150 MB. What is no image part is left for others to
+    judge. InvalidRequestError for an image that can't be read or is too large, UnsupportedError without Pillow."""
+    images: list[T] = []
+    return [_message(message, f"messages[{i}]", images, cut) for i, message in enumerate(messages)], images
 
 
-def _message(message: Any, where: str, images: list[Image]) -> Any:
+def _message(message: Any, where: str, images: list[T], cut: Callable[[Image], T]) -> Any:
     content = message.get("content") if isinstance(message, Mapping) else None
     if not isinstance(content, list | tuple) or not any(_is_image(part) for part in content):
         return message
-    return {**message, "content": [_part(part, f"{where}.content[{i}]", images) for i, part in enumerate(content)]}
+    return {**message, "content": [_part(part, f"{where}.content[{i}]", images, cut) for i, part in enumerate(content)]}
 
 
 def _is_image(part: Any) -> bool:
     return isinstance(part, Mapping) and part.get("type") in KINDS
 
 
-def _part(part: Any, where: str, images: list[Image]) -> Any:
+def _part(part: Any, where: str, images: list[T], cut: Callable[[Image], T]) -> Any:
     if not _is_image(part):
         return part
     if len(images) == MAX_IMAGES:
         raise _bad(f"{where}: a prompt can have {MAX_IMAGES} images at most")
-    images.append(_image(part, where))
+    images.append(cut(_image(part, where)))
     return {"type": "image"}
 
 
@@ -94,30 +99,33 @@ def data_url(url: Any, where: str) -> bytes:
 
 
 def read(source: Any, where: str = "the image") -> Image:
-    """An image of Pillow, the bytes of a file, or a path, as RGB; what is transparent lies on white."""
+    """An image of Pillow, the bytes of a file, or a path, as RGB and the right way up (EXIF); what is transparent lies on white."""
     try:
-        from PIL import Image
+        from PIL import Image, UnidentifiedImageError
     except ImportError:
         message = "this model's images are read by Pillow, which is not installed; install trivium[vision]"
         raise UnsupportedError(message, param="messages") from None
-    if isinstance(source, Image.Image):
-        return _rgb(_small(source, where))
-    data = _bytes(source, where)
+    data = None if isinstance(source, Image.Image) else _bytes(source, where)
     try:
-        return _rgb(_small(Image.open(io.BytesIO(data), formats=FORMATS), where))
+        return _rgb(_upright(_small(source if data is None else Image.open(io.BytesIO(data), formats=FORMATS), where)))
     except InvalidRequestError:
         raise
+    except UnidentifiedImageError:  # its message shows an object of ours
+        raise _bad(f"{where} is no image that is {', '.join(FORMATS)}") from None
     except Exception as e:  # decoders of many formats raise many kinds for bad data
-        raise _bad(f"{where} can't be read as one of {', '.join(FORMATS)}: {e}") from None
+        raise _bad(f"{where} can't be read: {e}") from None
 
 
 def _bytes(source: Any, where: str) -> bytes:
     if isinstance(source, os.PathLike):
         path = Path(source)
-        if not path.is_file():
-            raise _bad(f"{where}: there is no file {path}")
-        size = path.stat().st_size
-        source = path.read_bytes() if size <= MAX_BYTES else bytes(0)
+        try:
+            if not path.is_file():
+                raise _bad(f"{where}: there is no file {path}")
+            size = path.stat().st_size
+            source = path.read_bytes() if size <= MAX_BYTES else bytes(0)
+        except OSError as e:
+            raise _bad(f"{where}: {path} can't be read: {e.strerror}") from None
     elif not isinstance(source, bytes | bytearray | memoryview):
         raise _bad(f"{where} must be the bytes of an image, a pathlib.Path or an image of Pillow, not {type(source).__name__}")
     else:
@@ -134,9 +142,18 @@ def _small(image: Image, where: str) -> Image:
     return image
 
 
+def _upright(image: Image) -> Image:
+    """As a camera that was held so meant it."""
+    from PIL import ImageOps
+
+    return image if image.getexif().get(_ORIENTATION, 1) == 1 else ImageOps.exif_transpose(image)
+
+
 def _rgb(image: Image) -> Image:
     from PIL import Image
 
+    if image.mode.startswith("I;16"):  # Pillow would make everything white but the darkest of 256 shades
+        return image.convert("I").point(lambda shade: shade / 256).convert("L").convert("RGB")
     if "A" not in image.getbands() and image.info.get("transparency") is None:
         return image.convert("RGB")
     image = image.convert("RGBA")
