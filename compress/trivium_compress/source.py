@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from trivium.errors import InvalidRequestError, UnsupportedError
-from trivium.models import arrange, build, describe
+from trivium.models import arrange, build, count, describe
 from trivium.ops import Constant, Program, Weight
+from trivium.text import Tokenizer
 from trivium.weights import Checkpoint, open_checkpoint
 from trivium.weights.checkpoint import EMBEDDING, HEAD, canonical_name
 from trivium.weights.formats import SAFETENSORS_TYPES, TensorFile
@@ -104,7 +105,10 @@ def open_source(path: Path, window: int | None = None) -> Source:
     positions = describe(checkpoint.config).max_positions
     if window is not None and window > positions:
         raise InvalidRequestError(f"windows of {window} tokens are longer than the model's {positions} positions", param="window")
-    program, made = _by_stored_names(build(checkpoint.config, max_model_len=window), checkpoint, arranged)
+    config = checkpoint.config
+    if count(config, "type_vocab_size", 1) > 1 and config.get("sep_token_id") is None:  # as the loader reads it
+        config = {**config, "sep_token_id": Tokenizer.from_data(checkpoint.tokenizer_data()).separator_id}
+    program, made = _by_stored_names(build(config, max_model_len=window), checkpoint, arranged)
     gguf, extra = None, tuple[str, ...]()
     if path.suffix == ".gguf" or not any(path.glob("*.safetensors")):
         gguf = GGUFFile(path if path.is_file() else next(path.glob("*.gguf")))

@@ -21,7 +21,7 @@ from trivium.ops.state import state_of
 Array = npt.NDArray[Any]
 Live = dict[Value, Any]
 """What one window has computed and somebody still reads."""
-LAYER = re.compile(r"\blayers\.(\d+)\.")
+LAYER = re.compile(r"\blayers?\.(\d+)\.")
 Load = Callable[[Constant], Any]
 """The numbers of a constant: float32 of its shape, or Rows."""
 
