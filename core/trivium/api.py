@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypedDict, Unpack, cast
 from trivium.engine import Engine, EngineConfig, PoolingParams, RequestOutput
 from trivium.engine.adapters import enabled
 from trivium.engine.loader import LoadOptions, load
-from trivium.engine.pooling import CLASSIFIER, likelihood, relevance
+from trivium.engine.pooling import CLASSIFIER, likelihood, relevance, text_pair
 from trivium.engine.speculation import Drafter, HeadDrafter, ModelDrafter, Speculative
 from trivium.errors import BackendError, ClosedError, InvalidRequestError, UnsupportedError
 from trivium.models import build
@@ -236,11 +236,11 @@ class Opened(ABC):
     def _judged(self, pairs: Sequence[tuple[str, str]], options: Options) -> list[Request]:
         if not self.cross_encoder:
             raise UnsupportedError("this model does not score pairs of texts; compare their embeddings", param="model")
-        return self._pooled(cast(Prompts, [(query, document) for query, document in pairs]), None, options)
+        return self._pooled(cast(Prompts, [text_pair(pair) for pair in pairs]), None, options)
 
     def _scored(self, pair: tuple[str, str]) -> Request:
         """Context and continuation as one prompt whose last tokens are scored, cut into tokens as evaluation harnesses do."""
-        context, continuation = pair
+        context, continuation = text_pair(pair)
         ids, prefix = self.encode(context + continuation), self.encode(context.rstrip())
         if not prefix:
             prefix = sorted(self.tokenizer.eos_ids)[:1] if self.tokenizer.bos_id is None else [self.tokenizer.bos_id]

@@ -178,3 +178,9 @@ def test_o50_a_plugin_of_version_1_generates_and_has_its_lack_of_embeddings_name
         assert refusal.value.param == "pooling"
     with LLM(folder, "reference", num_kv_blocks=24, progress=False) as llm:
         assert llm.generate(PROMPTS, GREEDY)[2].outputs[0].token_ids == ids
+
+
+@pytest.mark.parametrize("pair", ["ab", ("a",), ("a", "b", "c"), 5, (1, 2), ("a", None)])
+def test_what_is_no_pair_of_texts_is_named(llm, pair):
+    with pytest.raises(InvalidRequestError, match=r"^what is scored must be pairs of texts, not "):
+        llm.loglikelihood([("a", "b"), pair])

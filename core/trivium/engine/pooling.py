@@ -93,6 +93,13 @@ class Pool:
         return (vector / length if length > 0 else vector).astype(np.float32)
 
 
+def text_pair(pair: object) -> tuple[str, str]:
+    """`pair`, which must be two texts; else InvalidRequestError."""
+    if not isinstance(pair, tuple | list) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
+        raise InvalidRequestError(f"what is scored must be pairs of texts, not {pair!r:.160}", param="pairs")
+    return pair[0], pair[1]
+
+
 def relevance(output: RequestOutput) -> float:
     """Of a pair that a cross-encoder has read: the logistic function of its number, 0 to 1."""
     if output.error is not None or output.embedding is None:
