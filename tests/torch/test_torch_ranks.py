@@ -473,7 +473,7 @@ def test_more_ranks_than_devices_are_refused_with_both_numbers():
 
 
 def test_adapters_over_ranks_are_refused(wide):
-    with pytest.raises(UnsupportedError, match="adapters need"):
+    with pytest.raises(UnsupportedError, match="which adapters and draft heads need"):
         LLM(wide, "torch:cpu", enable_lora=True, **over(2))
 
 
