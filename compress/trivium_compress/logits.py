@@ -49,7 +49,7 @@ class Scorer:
             positions = describe(open_checkpoint(resolve(model)).config).max_positions
             given["max_model_len"] = max(window, min(window + room, positions))
         given["max_num_batched_tokens"] = given.get("max_num_batched_tokens", ROWS)
-        given["max_num_seqs"] = 1
+        given["max_num_seqs"] = min(ROWS, given["max_num_batched_tokens"])  # a step has no more rows of logits than sequences
         self.llm = LLM(model, enable_prefix_caching=False, **given)
         self.vocab_size = self.llm.loaded.vocab_size
 
