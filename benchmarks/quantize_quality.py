@@ -30,6 +30,8 @@ from trivium_compress.evaluate import Material, Side, evaluate
 from trivium.weights import open_checkpoint, resolve
 
 ROOT = Path(__file__).resolve().parents[1]
+SENSITIVE = r"v_proj|\.([01258]|1[147]|2[036789])\..*down_proj"
+"""All values, and down projections of the first layers, the last of 30, and every third."""
 FOLDER: Mapping[str, Recipe] = {
     "int4 rtn, no text": Recipe("int4", "int8", "rtn"), "int4 gptq": Recipe("int4", "int8"),
     "int4 gptq, groups of 32": Recipe("int4", "int8", group_size=32), "int4 awq": Recipe("int4", "int8", "awq"),
@@ -41,6 +43,7 @@ FILE: Mapping[str, Recipe] = {
     "q4_0 awq+gptq": Recipe("q4_0", "q8_0", "awq+gptq"), "int4 gptq": Recipe("int4", "q8_0"),
     "int4 awq+gptq": Recipe("int4", "q8_0", "awq+gptq"), "int8": Recipe("int8", "q8_0"),
     "q4_1 gptq, q8_0 for some": Recipe("q4_1", "q8_0", modules=(("down_proj|v_proj", "q8_0"),)),
+    "q4_1 gptq, q8_0 for fewer": Recipe("q4_1", "q8_0", modules=((SENSITIVE, "q8_0"),)),
 }  # fmt: skip
 """What is made of a folder of safetensors (compressed-tensors), and of a .gguf file. "no text": nothing is calibrated."""
 
