@@ -118,6 +118,16 @@ def test_a_row_has_the_same_bits_alone_and_in_any_batch(isa: str, format: str, s
         np.testing.assert_array_equal(multiply(isa, m, x[:rows]).view(np.uint32), alone[:rows].view(np.uint32))
 
 
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize(("format", "storage"), LAYOUTS)
+def test_a_row_has_the_same_bits_alone_and_among_more_than_a_kernel_takes_at_once(isa: str, format: str, storage: str) -> None:
+    m = matrix(format, storage, 37, 768)  # an odd number of tiles, the last not whole, and inputs in several pieces
+    x = inputs(135, 768)
+    alone = np.concatenate([multiply(isa, m, x[r : r + 1]) for r in range(135)])
+    for rows in (32, 37, 128, 130, 135):
+        np.testing.assert_array_equal(multiply(isa, m, x[:rows]).view(np.uint32), alone[:rows].view(np.uint32))
+
+
 @pytest.mark.parametrize(("format", "storage"), LAYOUTS)
 @settings(max_examples=15, deadline=None)
 @given(data=st.data())

@@ -116,12 +116,13 @@ void Project::run(const Step& step, Worker& worker) {
   const int64_t least = (tiles + kTilesAtATime - 1) / kTilesAtATime, most = std::max(least, kPieces * threads);
   const int64_t pieces = bands > 1 ? least : std::min((most + threads - 1) / threads * threads, tiles);
   const auto band_begin = [&](int64_t band) { return band == bands ? rows : rows * band / bands / linear::kRowBlock * linear::kRowBlock; };
-  const int64_t at_a_time = has_tiles(step.linear->isa) ? kTileRowsAtATime : kRowsAtATime;
+  const auto tile_begin = [&](int64_t piece) { return piece == pieces ? tiles : tiles / 2 * piece / pieces * 2; };  // kernels take pairs
+  const int64_t at_a_time = unpacks_once(step.linear->isa) ? kTileRowsAtATime : kRowsAtATime;
   const int64_t blocks = (rows / bands + linear::kRowBlock + at_a_time - 1) / at_a_time;  // of a band, at most
   worker.share(shares[1], bands * pieces * blocks, [&](int64_t item) {
     const int64_t band = item / (pieces * blocks), piece = item / blocks % pieces, row = band_begin(band) + item % blocks * at_a_time;
     const linear::Range some_rows{row, std::min(row + at_a_time, band_begin(band + 1))};
-    const linear::Range some_tiles{tiles * piece / pieces, tiles * (piece + 1) / pieces};
+    const linear::Range some_tiles{tile_begin(piece), tile_begin(piece + 1)};
     if (some_rows.begin >= some_rows.end) return;
     if (is_gated) {
       multiply_gated(step, input, some_rows, some_tiles, scratch.up);

@@ -34,7 +34,7 @@ private:
   // Up to so many rows every thread prepares the input for itself, which is cheaper than waiting for another.
   static constexpr int64_t kOwnRows = 2;
   static constexpr int64_t kRowsAtATime = 3 * linear::kRowBlock;
-  static constexpr int64_t kTileRowsAtATime = 128;  // on matrix tiles, for which codes are unpacked once
+  static constexpr int64_t kTileRowsAtATime = 128;  // where codes are unpacked once for many
   static constexpr int64_t kTilesAtATime = 8;
   static constexpr int64_t kBandRows = 24;              // a thread, at least
   static constexpr int64_t kBandNumbers = 320 << 10;    // of a band's rows, about; quantised they take twice as many bytes

@@ -137,7 +137,9 @@ private:
 };
 
 // Whether linear kernels of an instruction set unpack codes once for many rows.
-constexpr bool has_tiles(linear::Isa isa) { return isa == linear::Isa::amx || isa == linear::Isa::amx_emulated; }
+constexpr bool unpacks_once(linear::Isa isa) {
+  return isa == linear::Isa::amx || isa == linear::Isa::amx_emulated || isa == linear::Isa::avx512_vnni;
+}
 
 // Asks memory for n numbers.
 inline void ask_for(const float* x, int64_t n) {

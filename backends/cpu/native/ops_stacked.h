@@ -7,9 +7,9 @@ namespace trivium {
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// How rows are cut into blocks that are multiplied at once: on matrix tiles, for which codes are unpacked once, more of them.
+// How rows are cut into blocks that are multiplied at once: more of them where codes are unpacked once.
 inline constexpr int64_t kMostRows = 128;
-inline int64_t rows_at_a_time(const Step& step) { return has_tiles(step.linear->isa) ? kMostRows : 3 * linear::kRowBlock; }
+inline int64_t rows_at_a_time(const Step& step) { return unpacks_once(step.linear->isa) ? kMostRows : 3 * linear::kRowBlock; }
 
 // `count` matrices of `out` rows each, packed one below the other. A tile of outputs that two of them share is multiplied for each, and what is
 // not its own is left out.

@@ -79,11 +79,8 @@ struct AmxKernel {
         if constexpr (kShape.bits == 4) S::template widen_nibbles<kSigned>(from, to);
         else S::template widen_bytes<kSigned>(from, to);
       }
-      F32 scale = Plain::template group_scale<kLayout>(header, group, static_cast<int>(unit % kParts));
-      constexpr float kQuarter = 1.0f / kQuarters;
-      const F32 quarter = S::mul(scale, S::splat(&kQuarter));
-#pragma GCC unroll 4
-      for (int i = 0; i < kQuarters; ++i, scale = S::add(scale, quarter)) S::store(scale, b.scales[u][i][t]);
+      const F32 scale = Plain::template group_scale<kLayout>(header, group, static_cast<int>(unit % kParts));
+      Plain::fill_scales(scale, b.scales[u][0][t], kPair * kTile);
       if constexpr (!kSigned) S::store(Plain::template group_min<kLayout>(header, group), b.minimums[u][t]);
     }
 
@@ -309,21 +306,7 @@ struct AmxKernel {
     const Range tiled = {rows.begin, rows.end - (rest < kLeast ? rest : 0)};
     if (!needs_quantised(matrix.layout) || tiled.begin >= tiled.end) return plain.multiply(matrix, input, rows, outs, output);
     if (tiled.end < rows.end) plain.multiply(matrix, input, {tiled.end, rows.end}, outs, output);
-    switch (matrix.layout) {
-      case Layout::q8_s: return multiply_codes<Layout::q8_s>(matrix, input, tiled, outs, output);
-      case Layout::q8_sm: return multiply_codes<Layout::q8_sm>(matrix, input, tiled, outs, output);
-      case Layout::q8_k: return multiply_codes<Layout::q8_k>(matrix, input, tiled, outs, output);
-      case Layout::q8_k6: return multiply_codes<Layout::q8_k6>(matrix, input, tiled, outs, output);
-      case Layout::q4_s: return multiply_codes<Layout::q4_s>(matrix, input, tiled, outs, output);
-      case Layout::q4_sm: return multiply_codes<Layout::q4_sm>(matrix, input, tiled, outs, output);
-      case Layout::q8_c: return multiply_codes<Layout::q8_c>(matrix, input, tiled, outs, output);
-      case Layout::q4_k6: return multiply_codes<Layout::q4_k6>(matrix, input, tiled, outs, output);
-      case Layout::q4_s64: return multiply_codes<Layout::q4_s64>(matrix, input, tiled, outs, output);
-      case Layout::q4_s128: return multiply_codes<Layout::q4_s128>(matrix, input, tiled, outs, output);
-      case Layout::q4_z64: return multiply_codes<Layout::q4_z64>(matrix, input, tiled, outs, output);
-      case Layout::q4_z128: return multiply_codes<Layout::q4_z128>(matrix, input, tiled, outs, output);
-      default: return multiply_codes<Layout::q4_k>(matrix, input, tiled, outs, output);
-    }
+    call_for(matrix.layout, [&]<Layout kLayout>() { multiply_codes<kLayout>(matrix, input, tiled, outs, output); });
   }
 };
 

@@ -23,6 +23,26 @@ namespace trivium::linear {
 
 #define TRIVIUM_INLINE [[gnu::always_inline]] inline
 
+// Calls body<kLayout>() for an integer layout.
+template <class Body>
+TRIVIUM_INLINE void call_for(Layout layout, const Body& body) {
+  switch (layout) {
+    case Layout::q8_s: return body.template operator()<Layout::q8_s>();
+    case Layout::q8_sm: return body.template operator()<Layout::q8_sm>();
+    case Layout::q8_k: return body.template operator()<Layout::q8_k>();
+    case Layout::q8_k6: return body.template operator()<Layout::q8_k6>();
+    case Layout::q8_c: return body.template operator()<Layout::q8_c>();
+    case Layout::q4_s: return body.template operator()<Layout::q4_s>();
+    case Layout::q4_sm: return body.template operator()<Layout::q4_sm>();
+    case Layout::q4_k6: return body.template operator()<Layout::q4_k6>();
+    case Layout::q4_s64: return body.template operator()<Layout::q4_s64>();
+    case Layout::q4_s128: return body.template operator()<Layout::q4_s128>();
+    case Layout::q4_z64: return body.template operator()<Layout::q4_z64>();
+    case Layout::q4_z128: return body.template operator()<Layout::q4_z128>();
+    default: return body.template operator()<Layout::q4_k>();
+  }
+}
+
 template <class S>
 struct LinearKernel {
   using I32 = typename S::I32;
@@ -82,8 +102,9 @@ struct LinearKernel {
     const uint8_t* pointer[kPointers];
     int64_t stride;
 
-    TRIVIUM_INLINE Groups(const QuantisedRows& rows, int64_t first) : stride(rows.stride) {
-      for (int i = 0; i < kPointers; ++i) pointer[i] = rows.data + (first + 3 * i) * stride;
+    TRIVIUM_INLINE Groups(const QuantisedRows& rows, int64_t first, int64_t group = 0) : stride(rows.stride) {
+      const uint8_t* begin = rows.data + group * static_cast<int64_t>(sizeof(QuantisedGroup));
+      for (int i = 0; i < kPointers; ++i) pointer[i] = begin + (first + 3 * i) * stride;
     }
     TRIVIUM_INLINE const QuantisedGroup& operator[](int row) const {
       return *reinterpret_cast<const QuantisedGroup*>(pointer[row / 3] + row % 3 * stride);
@@ -150,20 +171,13 @@ struct LinearKernel {
     else return S::start_signed(has_half_groups(kLayout) ? &x.start8_half[part] : &x.start8);
   }
 
-  // scale * (1 + quarters / 4) for each number of quarters.
-  struct ScaleTable {
-    alignas(64) float value[kQuarters][kTile];
-
-    TRIVIUM_INLINE void fill(F32 scale) {
-      constexpr float kQuarter = 1.0f / kQuarters;
-      const F32 quarter = S::mul(scale, S::splat(&kQuarter));
+  // Stores scale * (1 + quarters / 4) for each number of quarters, `step` numbers apart.
+  TRIVIUM_INLINE static void fill_scales(F32 scale, float* to, int64_t step) {
+    constexpr float kQuarter = 1.0f / kQuarters;
+    const F32 quarter = S::mul(scale, S::splat(&kQuarter));
 #pragma GCC unroll 4
-      for (auto& v : value) {
-        S::store(scale, v);
-        scale = S::add(scale, quarter);
-      }
-    }
-  };
+    for (int i = 0; i < kQuarters; ++i, scale = S::add(scale, quarter)) S::store(scale, to + i * step);
+  }
 
   // One group of a tile for R rows.
   template <Layout kLayout, int R>
@@ -172,8 +186,8 @@ struct LinearKernel {
     constexpr int kQuadCount = static_cast<int>(kQuads) / kParts;
 #pragma GCC unroll 2
     for (int part = 0; part < kParts; ++part) {
-      ScaleTable scales;
-      scales.fill(group_scale<kLayout>(header, group, part));
+      alignas(64) float scales[kQuarters][kTile];
+      fill_scales(group_scale<kLayout>(header, group, part), scales[0], kTile);
       constexpr bool kNarrow = shape(kLayout).bits == 4;
       std::conditional_t<kNarrow, typename S::NarrowSum, typename S::WholeSum> acc[R];
 #pragma GCC unroll 16
@@ -182,7 +196,7 @@ struct LinearKernel {
 #pragma GCC unroll 16
       for (int r = 0; r < R; ++r) {
         const F32 value = S::to_float(S::shift_left(S::end(acc[r], start<kLayout>(x[r], part)), &x[r].shift));
-        sum[r] = S::mul_add(value, S::load(scales.value[x[r].quarters]), sum[r]);
+        sum[r] = S::mul_add(value, S::load(scales[x[r].quarters]), sum[r]);
       }
     }
     if constexpr (!is_symmetric(kLayout)) {
@@ -320,19 +334,7 @@ struct LinearKernel {
       case Layout::float32: return multiply_floats<Layout::float32>(matrix, input, rows, outs, output);
       case Layout::bfloat16: return multiply_floats<Layout::bfloat16>(matrix, input, rows, outs, output);
       case Layout::float16: return multiply_floats<Layout::float16>(matrix, input, rows, outs, output);
-      case Layout::q8_s: return multiply_codes<Layout::q8_s>(matrix, input, rows, outs, output);
-      case Layout::q8_sm: return multiply_codes<Layout::q8_sm>(matrix, input, rows, outs, output);
-      case Layout::q8_k: return multiply_codes<Layout::q8_k>(matrix, input, rows, outs, output);
-      case Layout::q8_k6: return multiply_codes<Layout::q8_k6>(matrix, input, rows, outs, output);
-      case Layout::q4_s: return multiply_codes<Layout::q4_s>(matrix, input, rows, outs, output);
-      case Layout::q4_sm: return multiply_codes<Layout::q4_sm>(matrix, input, rows, outs, output);
-      case Layout::q4_k: return multiply_codes<Layout::q4_k>(matrix, input, rows, outs, output);
-      case Layout::q8_c: return multiply_codes<Layout::q8_c>(matrix, input, rows, outs, output);
-      case Layout::q4_k6: return multiply_codes<Layout::q4_k6>(matrix, input, rows, outs, output);
-      case Layout::q4_s64: return multiply_codes<Layout::q4_s64>(matrix, input, rows, outs, output);
-      case Layout::q4_s128: return multiply_codes<Layout::q4_s128>(matrix, input, rows, outs, output);
-      case Layout::q4_z64: return multiply_codes<Layout::q4_z64>(matrix, input, rows, outs, output);
-      case Layout::q4_z128: return multiply_codes<Layout::q4_z128>(matrix, input, rows, outs, output);
+      default: call_for(matrix.layout, [&]<Layout kLayout>() { multiply_codes<kLayout>(matrix, input, rows, outs, output); });
     }
   }
 
@@ -362,19 +364,34 @@ struct LinearKernel {
     return lanes[0] != 0.0f ? rounds * kChains : 0;
   }
 
-  // x / (largest / 127 * multiplier), rounded to nearest. multiplier: the least that holds the group, whose own largest is `most`.
-  static void quantise_group(const float* x, float most, float largest, QuantisedGroup& group) {
-    constexpr uint32_t kStep = 1u << 21;  // a quarter, in the mantissa
-    const float share = std::max(most / largest, 1.0f / (1 << kMaxShift));
-    const uint32_t steps = (std::bit_cast<uint32_t>(share) + (kStep - 1)) / kStep;
-    const float multiplier = std::bit_cast<float>(steps * kStep);
+  // Multipliers of kSome groups at once, so that divisions go through vectors: the least that holds each group, whose own largest is
+  // `most` where the row's is `largest`, and what its inputs are multiplied by.
+  static constexpr int kSome = 32;
+  struct Multipliers {
+    uint32_t steps[kSome];  // a multiplier's bits, in quarters
+    float inverse[kSome];
+
+    void find(const float (&most)[kSome], float largest) {
+      const float codes = 127.0f / largest;
+      for (int i = 0; i < kSome; ++i) {
+        const float share = std::max(most[i] / largest, 1.0f / (1 << kMaxShift));
+        steps[i] = (std::bit_cast<uint32_t>(share) + (kStep - 1)) / kStep;
+        inverse[i] = codes / std::bit_cast<float>(steps[i] * kStep);
+      }
+    }
+    static constexpr uint32_t kStep = 1u << 21;  // a quarter, in the mantissa
+  };
+
+  // x * inverse, rounded to nearest.
+  TRIVIUM_INLINE static void quantise_group(const float* x, float inverse, uint32_t steps, QuantisedGroup& group) {
     int32_t sums[2];
-    S::round_group(x, 127.0f / largest / multiplier, group.q, sums);
+    S::round_group(x, inverse, group.q, sums);
     group.shift = static_cast<int32_t>(steps / kQuarters) - 127 + kMaxShift;
     group.quarters = static_cast<int32_t>(steps % kQuarters);
     group.start4 = -kZero4 * (sums[0] + sums[1]);
     group.start8 = -kZero8 * (sums[0] + sums[1]);
     for (int half = 0; half < 2; ++half) group.start8_half[half] = -kZero8 * sums[half];
+    const float multiplier = std::bit_cast<float>(steps * Multipliers::kStep);
     group.scaled_sum = static_cast<float>(sums[0] + sums[1]) * (multiplier * (1 << kMaxShift));
   }
 
@@ -395,9 +412,17 @@ struct LinearKernel {
     const float largest = std::bit_cast<float>(bits);
     const bool finite = bits < kInfinity, live = finite && largest >= 1e-30f;
     *rows.scale(row) = !finite ? std::bit_cast<float>(0x7fc00000u) : live ? largest * (1.0f / (127 << kMaxShift)) : 0.0f;
-    for (int64_t g = 0; g < groups; ++g) {
-      if (live) quantise_group(input(g), std::bit_cast<float>(group[g].shift), largest, group[g]);
-      else group[g] = QuantisedGroup{};
+    if (!live) {
+      std::fill_n(group, groups, QuantisedGroup{});
+      return;
+    }
+    for (int64_t first = 0; first < groups; first += kSome) {
+      const int some = static_cast<int>(std::min<int64_t>(kSome, groups - first));
+      float most[kSome] = {};
+      for (int i = 0; i < some; ++i) most[i] = std::bit_cast<float>(group[first + i].shift);
+      Multipliers multipliers;
+      multipliers.find(most, largest);
+      for (int i = 0; i < some; ++i) quantise_group(input(first + i), multipliers.inverse[i], multipliers.steps[i], group[first + i]);
     }
   }
 };

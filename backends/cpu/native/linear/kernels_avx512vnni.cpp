@@ -2,14 +2,15 @@
 #include "simd_avx512.h"
 
 #include "dispatch.h"
-#include "kernel.h"
+#include "panel_kernel.h"
 
 namespace trivium::linear {
 
 const LinearKernels& avx512_vnni_kernels() {
-  using Kernel = LinearKernel<Avx512Simd<true>>;
+  using Simd = Avx512Simd<true>;
+  using Kernel = LinearKernel<Simd>;
   static constexpr LinearKernels table = {
-      Isa::avx512_vnni, "avx512_vnni", Kernel::quantise_row, Kernel::multiply, Kernel::dot_ceiling};
+      Isa::avx512_vnni, "avx512_vnni", Kernel::quantise_row, PanelKernel<Simd>::multiply, Kernel::dot_ceiling};
   return table;
 }
 
