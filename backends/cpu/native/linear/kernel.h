@@ -206,13 +206,13 @@ struct LinearKernel {
     }
   }
 
-  // Asks for the weights that lie kAhead bytes further on, where several rows keep a thread busy for so long that the processor's own
-  // prefetchers stop at the end of a page.
+  // Asks for `lines` lines of weights that lie kAhead bytes further on: the processor's own prefetchers stop at the end of a page and, where
+  // several rows keep a thread busy, fall behind.
   static constexpr int64_t kAhead = 4096;
-  template <Layout kLayout, int R>
-  TRIVIUM_INLINE static void ask_ahead(const uint8_t* codes) {
-    if constexpr (R <= 4) return;
-    for (int64_t byte = 0; byte < shape(kLayout).group_bytes() + kLine; byte += kLine) __builtin_prefetch(codes + kAhead + byte);
+  template <int64_t kLines>
+  TRIVIUM_INLINE static void ask_ahead(const uint8_t* weights) {
+#pragma GCC unroll 16
+    for (int64_t line = 0; line < kLines; ++line) __builtin_prefetch(weights + kAhead + line * kLine);
   }
 
   // A tile, which starts at output `out`, for R rows. A function of its own, so that it has all registers.
@@ -229,7 +229,7 @@ struct LinearKernel {
       const uint8_t* codes = tile + kShape.header;
       const int64_t groups = kShape.groups <= 2 ? kShape.groups : std::min(kShape.groups, left);
       for (int64_t group = 0; group < groups; ++group, codes += kShape.group_bytes()) {
-        ask_ahead<kLayout, R>(codes);
+        ask_ahead<kShape.group_bytes() / kLine + 1>(codes);
         add_group<kLayout, R>(tile, codes, group, x, sum);
         x.next();
       }
@@ -265,10 +265,15 @@ struct LinearKernel {
         for (int t = 0; t < T; ++t) sum[t][r] = S::mul_add(w[t], value, sum[t][r]);
       }
     };
+    const auto ask_ahead_of_tiles = [&](int64_t i) {
+#pragma GCC unroll 8
+      for (int t = 0; t < T; ++t) ask_ahead<1>(tile + t * tile_bytes + i * kStep);
+    };
     F32 w[T];
     if constexpr (kLayout == Layout::bfloat16) {
       F32 odd[T];
       for (int64_t i = 0; i + 1 < in; i += 2) {
+        if constexpr (R == 1) ask_ahead_of_tiles(i);
 #pragma GCC unroll 8
         for (int t = 0; t < T; ++t) S::load_bfloat16_pairs(tile + t * tile_bytes + i * kStep, w[t], odd[t]);
         add_input(w, i);
@@ -280,6 +285,7 @@ struct LinearKernel {
       }
     } else {
       for (int64_t i = 0; i < in; ++i) {
+        if constexpr (R == 1) ask_ahead_of_tiles(i);
 #pragma GCC unroll 8
         for (int t = 0; t < T; ++t) {
           const uint8_t* p = tile + t * tile_bytes + i * kStep;

@@ -4,8 +4,8 @@
 // There, codes are unpacked and scales looked up again for every few rows, and each dot reads its own quad of inputs from memory. Here
 // that is done once for a panel of rows, into memory that stays in the first-level cache, and two tiles of outputs go side by side, so
 // that a quad that was read serves two dots. What is left for 32 inputs of a row and 16 outputs is 8 dots, a shift, a conversion and a
-// multiply-add (two with a minimum), which bounds dots to 8 of 11 (12) instructions where all of these share two pipes. Measured on a Xeon of model 207: 0.42 to 0.44 10^12
-// operations a second and core for 4 and 8 bits, where kernel.h reaches 0.32 to 0.39 and this bound is 0.49.
+// multiply-add (two with a minimum): where all of these share two pipes dots are 8 of 11 (12) instructions at best. Measured on a Xeon
+// of model 207: 0.42 to 0.44 10^12 operations a second and core, where kernel.h reaches 0.32 to 0.39 and this bound is 0.49.
 #pragma once
 
 #include "kernel.h"
