@@ -25,7 +25,7 @@ from typing import Any
 
 from quality import TEXTS, text_of_this_project
 from trivium_compress import Calibration, Recipe, quantise
-from trivium_compress.evaluate import Material, Side, evaluate
+from trivium_compress.evaluate import Material, Measure, Side, evaluate
 
 from trivium.weights import open_checkpoint, resolve
 
@@ -42,6 +42,7 @@ FILE: Mapping[str, Recipe] = {
     "q4_0 rtn, no text": Recipe("q4_0", "q8_0", "rtn"), "q4_0 gptq": Recipe("q4_0", "q8_0"),
     "q4_0 awq+gptq": Recipe("q4_0", "q8_0", "awq+gptq"), "int4 gptq": Recipe("int4", "q8_0"),
     "int4 awq+gptq": Recipe("int4", "q8_0", "awq+gptq"), "int8": Recipe("int8", "q8_0"),
+    "int8 rtn, no text": Recipe("int8", "q8_0", "rtn"),
     "q4_1 gptq, q8_0 for some": Recipe("q4_1", "q8_0", modules=(("down_proj|v_proj", "q8_0"),)),
     "q4_1 gptq, q8_0 for fewer": Recipe("q4_1", "q8_0", modules=((SENSITIVE, "q8_0"),)),
 }  # fmt: skip
@@ -61,11 +62,14 @@ def bits_a_weight(path: Path) -> float:
     return 8 * sum(w.nbytes for w in weights) / sum(math.prod(w.shape) for w in weights)
 
 
-def judged(path: Path, args: argparse.Namespace, material: Material, **resident: str) -> dict[str, Any]:
+def side(path: Path, args: argparse.Namespace, **resident: str) -> Side:
+    """A model in float32, or as the backend holds it for its users."""
+    return Side(str(path), {"backend": args.backend, "progress": False, **(resident or {"dtype": "float32"})})
+
+
+def judged(path: Path, args: argparse.Namespace, material: Material, measure: Measure, **resident: str) -> dict[str, Any]:
     """The figures of a file or folder against the original."""
-    options = {"backend": args.backend, "dtype": "float32", "progress": False}
-    own = {"backend": args.backend, "progress": False, **resident} if resident else options
-    report = evaluate(Side(str(path), own), material, Side(str(args.original), options))
+    report = evaluate(side(path, args, **resident), material, measure)
     names = ("kl_mean", "kl_median", "kl_p99", "top1", "perplexity", "perplexity_of_measure", "perplexity_ratio", "positions")
     return {"bits_per_weight": bits_a_weight(path), **{name: report[name] for name in names}}
 
@@ -85,16 +89,19 @@ def report(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     on.write_text(text_of_this_project(), "utf-8")
     material = Material(on, window=args.window, max_windows=args.max_windows)
     found: dict[str, Any] = {}
-    for name, recipe in recipes.items():
-        if args.recipes is None or name in args.recipes:
-            found[name] = judged(made(name, recipe, args, calibrate, folder), args, material)
-            print(f"{name}: {found[name]}", file=sys.stderr, flush=True)
-    for format in args.resident:
-        found[f"resident {format}"] = judged(args.original, args, material, quantize=format)
-        print(f"resident {format}: {found[f'resident {format}']}", file=sys.stderr, flush=True)
-    for peer in args.peer:
-        found[f"peer {peer.name}"] = judged(peer, args, material)
-        print(f"peer {peer.name}: {found[f'peer {peer.name}']}", file=sys.stderr, flush=True)
+    with Measure.open(side(args.original, args), args.window, folder) as measure:
+
+        def judge(name: str, path: Path, **resident: str) -> None:
+            found[name] = judged(path, args, material, measure, **resident)
+            print(f"{name}: {json.dumps(found[name])}", file=sys.stderr, flush=True)
+
+        for name, recipe in recipes.items():
+            if args.recipes is None or name in args.recipes:
+                judge(name, made(name, recipe, args, calibrate, folder))
+        for format in args.resident:
+            judge(f"resident {format}", args.original, quantize=format)
+        for peer in args.peer:
+            judge(f"peer {peer.name}", peer)
     formats = sorted({make().format for make in open_checkpoint(args.original).tensors.values()})
     return {
         "original": str(args.model),

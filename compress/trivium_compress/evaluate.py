@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from trivium.errors import InvalidRequestError, UnsupportedError
 
-from trivium_compress.logits import Scorer
+from trivium_compress.logits import KeptScorer, Scorer
 from trivium_compress.measures import Tally, compare, surprise
 from trivium_compress.texts import Window, of_chats, of_text
 
@@ -27,6 +27,24 @@ class Side:
 
     model: str
     options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A side that several models are judged against, loaded once. Its logits are kept in `folder`: as many float32 as the
+    vocabulary has tokens for every position."""
+
+    side: Side
+    scorer: KeptScorer
+
+    @classmethod
+    @contextlib.contextmanager
+    def open(cls, side: Side, window: int, folder: Path) -> Iterator[Measure]:
+        scorer = KeptScorer(side.model, window, side.options, folder)
+        try:
+            yield cls(side, scorer)
+        finally:
+            scorer.close()
 
 
 @dataclass(frozen=True)
@@ -74,11 +92,12 @@ class Answer(NamedTuple):
 
 
 def evaluate(
-    judged: Side, material: Material, against: Side | None = None, *, answers: int = 0, answer_tokens: int = 128,
+    judged: Side, material: Material, against: Side | Measure | None = None, *, answers: int = 0, answer_tokens: int = 128,
     progress: Progress | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """The figures of measures.Tally, who was compared, and `answers` (of so many prompts, what either makes of them, greedily).
-    Both models are loaded; of the logits, one window's of the measure and a step's of what is judged are held at a time.
+    Both models are loaded, unless an open measure is given, which has no answers; of the logits, one window's of the measure and a
+    step's of what is judged are held at a time.
 
     Raises InvalidRequestError for what can't be asked, and UnsupportedError if the two have different vocabularies.
     """
@@ -86,7 +105,7 @@ def evaluate(
     with contextlib.ExitStack() as opened:
         room = answer_tokens if answers else 0
         scorer = _opened(judged, material.window, room, opened)
-        measure = _opened(against, material.window, room, opened) if against is not None else None
+        measure, against = _measure_of(against, material.window, room, opened)
         if measure is not None:
             _check_alike(scorer, measure)
             if answers:
@@ -107,6 +126,16 @@ def _opened(side: Side, window: int, room: int, opened: contextlib.ExitStack) ->
     scorer = Scorer(side.model, window, side.options, room=room)
     opened.callback(scorer.close)
     return scorer
+
+
+def _measure_of(
+    against: Side | Measure | None, window: int, room: int, opened: contextlib.ExitStack
+) -> tuple[Scorer | None, Side | None]:  # fmt: skip
+    if not isinstance(against, Measure):
+        return (_opened(against, window, room, opened) if against is not None else None), against
+    if room:
+        raise InvalidRequestError("an open measure has logits alone: give a side to compare answers", param="answers")
+    return against.scorer, against.side
 
 
 def _described(side: Side, scorer: Scorer) -> dict[str, Any]:

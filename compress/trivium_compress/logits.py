@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -105,3 +106,21 @@ class Scorer:
 
     def close(self) -> None:
         self.llm.close()
+
+
+class KeptScorer(Scorer):
+    """A measure for several models: the rows of each window are computed once and kept in files of `folder`."""
+
+    def __init__(self, model: str, window: int, options: Mapping[str, Any], folder: Path) -> None:
+        super().__init__(model, window, options)
+        self._folder = folder
+        self._kept: dict[tuple[int, ...], Path] = {}
+
+    def rows(self, ids: Sequence[int], first: int) -> Array:
+        key = (first, *ids)
+        if key not in self._kept:
+            path = self._folder / f"rows-{len(self._kept)}.npy"
+            np.save(path, super().rows(ids, first))
+            self._kept[key] = path
+        kept: Array = np.load(self._kept[key], mmap_mode="r")
+        return kept

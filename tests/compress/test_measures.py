@@ -14,7 +14,7 @@ import pytest
 from chat_models import make_chat_model
 from installed_backends import exact
 from tiny_checkpoints import make_checkpoint
-from trivium_compress.evaluate import Material, Side, evaluate
+from trivium_compress.evaluate import Material, Measure, Side, evaluate
 from trivium_compress.logits import Scorer
 from trivium_compress.measures import Tally, bootstrap, compare, surprise
 from trivium_compress.report import as_html, marked
@@ -134,6 +134,21 @@ def test_a_model_is_not_far_from_itself_on_another_backend(models: dict[str, Pat
     assert [a["measure"] == a["judged"] for a in report["answers"]] == [True] * 3
     rounded = evaluate(Side(model, {"backend": "cpu", "quantize": "int4", "progress": False}), Material(text, window=32), sides[1])
     assert 1e-4 < rounded["kl_mean"]["value"] < 1 and "int4" in rounded["judged"]["loaded"]
+
+
+def test_one_open_measure_judges_many_and_is_computed_once(models: dict[str, Path], text: Path, tmp_path: Path, monkeypatch: Any):
+    options = {"backend": "reference", "progress": False}
+    one, other = Side(str(models["b"]), options), Side(str(models["a"]), options)
+    material = Material(text, window=32, max_windows=3)
+    expected = evaluate(one, material, other)
+    with Measure.open(other, 32, tmp_path) as measure:
+        assert evaluate(one, material, measure) == expected
+        monkeypatch.setattr(measure.scorer, "score", None)  # nothing is left to compute
+        assert evaluate(one, material, measure) == expected
+        assert evaluate(other, material, measure)["kl_mean"]["value"] == 0
+        with pytest.raises(InvalidRequestError, match="give a side to compare answers"):
+            evaluate(one, material, measure, answers=1)
+    assert len(list(tmp_path.glob("rows-*.npy"))) == 3
 
 
 def test_logits_come_a_few_rows_at_a_time(models: dict[str, Path]):
