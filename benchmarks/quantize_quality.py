@@ -6,7 +6,7 @@ says so, and a recipe on the grid that they are on already (q4_1 of Q4_1) costs 
 methods by. Calibrated on documents of this project that are not among those it is judged on. Everything is computed by one backend,
 in float32 from the stored numbers, so that only the stored numbers differ. --peer: .gguf files of the same model, such as
 llama.cpp's Q4_K_M. --resident: the original, rounded on load to these formats of the backend, which rounds activations as it does
-for its users. Prints JSON.
+for its users. Prints JSON, and a table to standard error.
 
     python benchmarks/quantize_quality.py [--model M] [--peer FILE ...] [--resident FORMAT ...] [--recipes NAME ...] [--windows N]
     [--max-windows N] [--backend B]
@@ -71,7 +71,9 @@ def judged(path: Path, args: argparse.Namespace, material: Material, measure: Me
     """The figures of a file or folder against the original."""
     report = evaluate(side(path, args, **resident), material, measure)
     names = ("kl_mean", "kl_median", "kl_p99", "top1", "perplexity", "perplexity_of_measure", "perplexity_ratio", "positions")
-    return {"bits_per_weight": bits_a_weight(path), **{name: report[name] for name in names}}
+    formats = {f.name: f.bits for f in measure.scorer.llm.loaded.capabilities.weight_formats}
+    bits = formats[resident["quantize"]] if resident else bits_a_weight(path)
+    return {"bits_per_weight": bits, **{name: report[name] for name in names}}
 
 
 def made(name: str, recipe: Recipe, args: argparse.Namespace, text: Path, folder: Path) -> Path:
@@ -112,6 +114,16 @@ def report(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     }
 
 
+def table(found: Mapping[str, Any]) -> str:
+    """In Markdown."""
+    lines = ["| weights | bits | KL divergence (95 %) | likeliest the same | perplexity |", "| --- | --- | --- | --- | --- |"]
+    for name, row in found.items():
+        low, high = row["kl_mean"]["interval"]
+        kl, bits = f"{row['kl_mean']['value']:.4f} ({low:.4f} to {high:.4f})", f"{row['bits_per_weight']:.2f}"
+        lines.append(f"| {name} | {bits} | {kl} | {row['top1']['value']:.1%} | {row['perplexity']['value']:.2f} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="What trivium quantize costs")
     parser.add_argument(
@@ -128,7 +140,9 @@ def main() -> None:
     args = parser.parse_args()
     args.original = resolve(args.model)
     with tempfile.TemporaryDirectory() as folder:
-        print(json.dumps(report(args, Path(folder))))
+        result = report(args, Path(folder))
+    print(table(result["found"]), file=sys.stderr)
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":
