@@ -1,7 +1,6 @@
 #include "ops_whole.h"
 
 #include <algorithm>
-#include <cstring>
 
 namespace trivium {
 
