@@ -16,7 +16,7 @@ if [ "$kind" = memory ]; then
   tests=(tests/cpu tests/cpu_linear)
 else
   sanitizers=thread libraries=tsan
-  tests=(tests/cpu/test_cpu_pool.py tests/cpu/test_cpu_invariance.py tests/cpu/test_cpu_backend.py)
+  tests=(tests/cpu/test_cpu_{pool,invariance,backend,whole,sparse}.py)
 fi
 [ $# -gt 0 ] || set -- "${tests[@]}"
 

@@ -10,7 +10,7 @@ from trivium.conformance.lab import as_weight
 from trivium.ops import Batch, new_builder
 from trivium.ops.sample import plain_inputs
 from trivium_cpu.plugin import CpuBackend
-from trivium_cpu.profile import attention
+from trivium_cpu.profile import attention, both_ways, sparse
 
 VOCAB, WIDTH = 64, 128
 
@@ -89,6 +89,21 @@ def test_the_pairs_of_attention_are_those_that_brute_force_finds(window, causal,
     work = attention(10.0, 7, window, causal, chunk)({}, batch(queries, contexts))
     assert work.operations == 2 * 7 * pairs
     assert work.bytes == 10 * keys
+
+
+@pytest.mark.parametrize("window", [None, 0, 1, 4, 5, 11, 12, 100])
+def test_the_pairs_of_attention_to_both_sides_are_those_that_brute_force_finds(window):
+    lengths = [1, 5, 12, 3]
+    near = [abs(i - j) <= (n if window is None else window) for n in lengths for i in range(n) for j in range(n)]
+    assert both_ways(7, window)({}, batch(lengths, lengths)) == (0, 2 * 7 * sum(near))
+
+
+@pytest.mark.parametrize("top_k", [1, 6, 100])
+def test_chosen_positions_are_as_many_as_a_token_sees_and_at_most_those_asked_for(top_k):
+    queries, contexts = [1, 5, 0, 12, 3], [40, 5, 20, 30, 9]
+    seen = [min(p + 1, top_k) for n, context in zip(queries, contexts, strict=True) for p in range(context - n, context)]
+    keys = sum(min(context, top_k) for n, context in zip(queries, contexts, strict=True) if n)
+    assert sparse(10.0, 7, top_k)({}, batch(queries, contexts)) == (10 * keys, 2 * 7 * sum(seen))
 
 
 def test_experts_are_read_as_often_as_tokens_are_likely_to_choose_them():

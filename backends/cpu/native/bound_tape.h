@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <stdexcept>
 #include <string>
 
@@ -32,7 +33,7 @@ struct BoundTape {
   Tape tape;
   std::vector<nanobind::object> held;
   nanobind::object sampling;
-  int64_t vocab = 0;  // rows of the embedding table; 0: unknown
+  std::array<int64_t, kInputs> table_rows{};  // of the shortest table that each input looks up; 0: none
   int64_t slots = 0;  // of adapters; 0: no operation reads them
   std::vector<int64_t> recurrent;  // groups whose sequences each need a page
 

@@ -27,6 +27,7 @@ inline constexpr int64_t kProductSums = 12;
 inline constexpr int64_t kSpanRows = 32;   // rows whose scores are made together, at most
 inline constexpr int64_t kFewRows = 16;    // up to so many wait for memory rather than for arithmetic
 inline constexpr int64_t kScoreStride = kSpan + 16;  // numbers from one row of scores to the next: a power of two would crowd a few sets of the cache
+inline constexpr int64_t kKeyBlock = 64;   // keys of a sequence without pages that lie together as columns
 inline constexpr int64_t kValueAlign = 16; // value heads are padded to a multiple of this many numbers
 
 // Where the keys and values of one layer lie in a page: keys [kv_heads][K block], then values [kv_heads][V block].
@@ -86,6 +87,7 @@ struct AttentionSpan {
   int64_t chunk = 0;                  // 0: none; else keys before a query's chunk are not seen
   bool causal = true;
   float softcap = 0;                  // 0: none
+  const int32_t* chosen = nullptr;    // LatentKV: the positions that are the keys, in their place; null: all, in order
   const int32_t* blocks = nullptr;    // the sequence's row of the block table
   const uint8_t* pages = nullptr;     // page p's keys of this head are at pages + p * page_bytes + key_offset
   int64_t page_bytes = 0;
@@ -94,6 +96,16 @@ struct AttentionSpan {
   KvLayout layout;
   float* scores = nullptr;            // scratch [kSpanRows][kScoreStride]
   KeySpan next;                       // what is asked of memory meanwhile: the keys that will be read next
+};
+
+// The same of a sequence whose keys and values lie beside the queries, seen from both sides. span: without what belongs to pages; its layout is
+// float32, its positions count from the sequence's first token.
+struct WholeSpan {
+  AttentionSpan span;
+  const float* keys = nullptr;    // of one kv head: blocks of kKeyBlock tokens [head_dim][tokens of the block], then 15 numbers that may be anything
+  const float* values = nullptr;  // the first token's
+  int64_t value_step = 0;         // numbers from one token's value to the next one's
+  int64_t reach = 0;              // a query sees keys that are no farther from it
 };
 
 // The state of a softmax over some keys: maximum of the scores (times log2 e), sum of the weights and weighted values of each row. Values are
@@ -160,6 +172,9 @@ struct Kernels {
   void (*queries)(const KvLayout& layout, const float* q, int64_t rows, float factor, uint8_t* out);
   // Fills `out` with the softmax state of one span, from nothing.
   void (*attend)(const AttentionSpan& span, const Partial& out);
+  void (*attend_whole)(const WholeSpan& span, const Partial& out);
+  // worth[i] = sum over the span's rows r, heads of one token, of weights[r] * max(0, q[r] . key i), for the keys that the token sees.
+  void (*worth)(const AttentionSpan& span, const float* weights, float* worth);
   // total := total merged with part, for `rows` rows. A part without keys changes nothing; a total without keys becomes the part.
   void (*merge)(const Partial& total, const Partial& part, int64_t rows, int64_t value_dim);
   // For measurements: `rounds` times kProductSums vectors of sums of two products of the format.

@@ -97,7 +97,7 @@ struct LatentKeys {
     const KvLayout& l = s.layout;
     const int64_t width = l.head_dim - l.latent;
     for (int64_t i = keys.low; i < keys.high; ++i) {
-      const int64_t at = s.begin + i, token = at % l.page_size;
+      const int64_t at = s.chosen == nullptr ? s.begin + i : s.chosen[s.begin + i], token = at % l.page_size;
       const uint8_t* page = s.pages + s.blocks[at / l.page_size] * s.page_bytes + s.key_offset;
       const auto *first = reinterpret_cast<const Item*>(page), *second = reinterpret_cast<const Item*>(page + l.latent_bytes());
       latent[i] = first + token * l.latent;
@@ -183,17 +183,23 @@ inline void weigh_latent(const AttentionSpan& s, const LatentKeys<kType>& rows, 
   }
 }
 
+// scores[r][i] for R rows and the keys i of `keys`.
+template <KvType kType, int R>
+inline void score_keys(const AttentionSpan& s, const LatentKeys<kType>& rows, int64_t row, Keys keys) {
+  constexpr int kTogether = kSums / R < 4 ? kSums / R : 4;
+  int64_t i = keys.low;
+  for (; i + kTogether <= keys.high; i += kTogether) score_latent<kType, R, kTogether>(s, rows, row, i);
+  for (; i < keys.high; ++i) score_latent<kType, R, 1>(s, rows, row, i);
+}
+
 template <KvType kType, int R>
 inline void attend_latent_rows(const AttentionSpan& s, const LatentKeys<kType>& rows, int64_t row, const Partial& out) {
-  constexpr int kTogether = kSums / R < 4 ? kSums / R : 4;
   const Keys keys{visible(s, row).low, visible(s, row + R - 1).high};
   if (keys.low >= keys.high) {
     for (int r = 0; r < R; ++r) out.peak[row + r] = -INFINITY;
     return;
   }
-  int64_t i = keys.low;
-  for (; i + kTogether <= keys.high; i += kTogether) score_latent<kType, R, kTogether>(s, rows, row, i);
-  for (; i < keys.high; ++i) score_latent<kType, R, 1>(s, rows, row, i);
+  score_keys<kType, R>(s, rows, row, keys);
   const Keys scored{keys.low / kKeyRun * kKeyRun, (keys.high + kKeyRun - 1) / kKeyRun * kKeyRun};
   for (int r = 0; r < R; ++r) {
     float* scores = s.scores + r * kScoreStride;
@@ -217,6 +223,22 @@ inline void attend_latent(const AttentionSpan& s, const Partial& out) {
   with_latent(s.layout.type, [&]<KvType kType>() {
     const LatentKeys<kType> rows(s, {visible(s, 0).low, visible(s, s.rows - 1).high});
     row_blocks<kRows>(s.rows, [&]<int R>(int64_t row) { attend_latent_rows<kType, R>(s, rows, row, out); });
+  });
+}
+
+// Kernels::worth. Heads are added in their order.
+inline void worth_of(const AttentionSpan& s, const float* weights, float* worth) {
+  const Keys keys = visible(s, 0);
+  std::memset(worth + keys.low, 0, static_cast<size_t>(keys.high - keys.low) * sizeof(float));
+  with_latent(s.layout.type, [&]<KvType kType>() {
+    const LatentKeys<kType> rows(s, keys);
+    row_blocks<kRows>(s.rows, [&]<int R>(int64_t row) {
+      score_keys<kType, R>(s, rows, row, keys);
+      for (int r = 0; r < R; ++r) {
+        map(worth + keys.low, keys.high - keys.low, [w = set1(weights[row + r]), zero = set1(0)](Vec sum, Vec x) { return fma(w, max(zero, x), sum); },
+            worth + keys.low, s.scores + r * kScoreStride + keys.low);
+      }
+    });
   });
 }
 

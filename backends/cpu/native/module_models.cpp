@@ -1,4 +1,4 @@
-// Operations of experts, recurrences and compressed attention as Python adds them to a tape.
+// Operations of experts, recurrences, compressed attention and encoders as Python adds them to a tape.
 #include <nanobind/stl/array.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
@@ -8,7 +8,9 @@
 #include "ops_attention.h"
 #include "ops_recurrent.h"
 #include "ops_route.h"
+#include "ops_sparse.h"
 #include "ops_stacked.h"
+#include "ops_whole.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -85,12 +87,44 @@ void bind_recurrences(nb::class_<BoundTape>& tape) {
            "weight: [width, channels]; kind: an activation, or none if empty.");
 }
 
+void bind_sparse(nb::class_<BoundTape>& tape) {
+  tape.def("top_positions", [](BoundTape& self, Ref q, Ref weights, Ref query_starts, Ref context_lens, Ref positions, Ref worth, const KvLayer& layer,
+                               int64_t heads, int64_t top_k, int64_t capacity, bool barrier) {
+    const TopPositions::Shape shape{heads, top_k};
+    self.add(std::make_unique<TopPositions>(q, weights, query_starts, context_lens, positions, worth, layer, shape, capacity), "top positions", barrier);
+  }, "q"_a, "weights"_a, "query_starts"_a, "context_lens"_a, "positions"_a, "worth"_a, "layer"_a, "heads"_a, "top_k"_a, "capacity"_a, "barrier"_a,
+           "worth: fixed memory for capacity * SPAN numbers.");
+  tape.def("sparse_latent_attention", [](BoundTape& self, Ref q, Ref query_starts, Ref context_lens, Ref chosen, Ref y, const KvLayer& layer, int64_t heads,
+                                         int64_t top_k, float scale, bool barrier) {
+    const SparseLatentAttention::Shape shape{heads, top_k};
+    self.add(std::make_unique<SparseLatentAttention>(q, query_starts, context_lens, chosen, y, layer, shape, scale), "sparse attention", barrier);
+  }, "q"_a, "query_starts"_a, "context_lens"_a, "chosen"_a, "y"_a, "layer"_a, "heads"_a, "top_k"_a, "scale"_a, "barrier"_a);
+}
+
+void bind_whole(nb::class_<BoundTape>& tape) {
+  tape.def_static("column_numbers", &BidirectionalAttention::column_numbers, "kv_heads"_a, "head_dim"_a, "Numbers a token of bidirectional_attention's columns.");
+  tape.def("bidirectional_attention", [](BoundTape& self, const std::array<Ref, 3>& inputs, Ref query_starts, Ref y, Ref columns, int64_t heads,
+                                         int64_t kv_heads, int64_t head_dim, float scale, int64_t window, bool barrier) {
+    const BidirectionalAttention::Shape shape{heads, kv_heads, head_dim};
+    auto op = std::make_unique<BidirectionalAttention>(inputs[0], inputs[1], inputs[2], query_starts, y, columns, shape);
+    op->scale = scale;
+    op->window = window;
+    self.add(std::move(op), "bidirectional attention", barrier);
+  }, "inputs"_a, "query_starts"_a, "y"_a, "columns"_a, "heads"_a, "kv_heads"_a, "head_dim"_a, "scale"_a, "window"_a, "barrier"_a,
+           "inputs: q, k, v; window: < 0, none.");
+  tape.def("segment_ids", [](BoundTape& self, Ref token_ids, Ref query_starts, Ref ids, int32_t separator, int64_t segments, bool barrier) {
+    self.add(std::make_unique<SegmentIds>(token_ids, query_starts, ids, separator, segments), "segment ids", barrier);
+  }, "token_ids"_a, "query_starts"_a, "ids"_a, "separator"_a, "segments"_a, "barrier"_a);
+}
+
 }  // namespace
 
 void bind_model_ops(nb::class_<BoundTape>& tape) {
   bind_routes(tape);
   bind_stacked(tape);
   bind_recurrences(tape);
+  bind_sparse(tape);
+  bind_whole(tape);
   tape.def("latent_write", [](BoundTape& self, Ref latent, Ref rope, const KvLayer& layer, bool barrier) {
     self.add(std::make_unique<LatentWrite>(latent, rope, layer), "latent write", barrier);
   }, "latent"_a, "rope"_a, "layer"_a, "barrier"_a);

@@ -26,15 +26,18 @@ namespace {
 constexpr const char* kElementwise[] = {"add", "mul", "scale", "softcap", "activation", "gated", "copy"};
 constexpr const char* kNorms[] = {"none", "rms", "layer"};
 
-void check_step(const BoundTape& self, const Step& step, int64_t groups) {
-  if (self.vocab > 0) {
-    for (int64_t t = 0; t < step.tokens; ++t) {
-      const int32_t id = step.inputs[0][t];
-      if (id < 0 || id >= self.vocab) {
-        throw std::out_of_range("token id " + std::to_string(id) + " is outside the model's " + std::to_string(self.vocab) + " embeddings");
-      }
-    }
+// Token ids, and positions of models that learned theirs, must be rows of their tables.
+void check_rows(const BoundTape& self, const Step& step, Input input, const std::string& what) {
+  const int64_t rows = self.table_rows[static_cast<size_t>(input)];
+  for (int64_t t = 0; rows > 0 && t < step.tokens; ++t) {
+    const int32_t id = step.inputs[static_cast<size_t>(input)][t];
+    if (id < 0 || id >= rows) throw std::out_of_range(what + " " + std::to_string(id) + " is outside the model's " + std::to_string(rows) + " embeddings");
   }
+}
+
+void check_step(const BoundTape& self, const Step& step, int64_t groups) {
+  check_rows(self, step, Input::token_ids, "token id");
+  check_rows(self, step, Input::positions, "position");
   for (int64_t t = 0; self.slots > 0 && t < step.tokens; ++t) {
     if (step.inputs[6][t] >= self.slots) throw std::out_of_range("the step names an adapter beyond the " + std::to_string(self.slots) + " there are");
   }
@@ -207,7 +210,10 @@ void bind_row_ops(nb::class_<BoundTape>& tape) {
     self.add(std::move(op), other.present() ? "add+norm" : residual.present() ? "norm+add" : "norm", barrier);
   }, "norm"_a, "x"_a, "other"_a, "sum"_a, "residual"_a, "y"_a, "rows"_a, "n"_a, "barrier"_a);
   tape.def("embedding", [](BoundTape& self, Ref ids, const linear::PackedMatrix& table, float factor, Ref y, Extent rows, bool barrier) {
-    if (ids.space == Space::input && (self.vocab == 0 || table.view().out < self.vocab)) self.vocab = table.view().out;
+    if (ids.space == Space::input) {
+      int64_t& known = self.table_rows[static_cast<size_t>(ids.offset)];
+      known = known == 0 ? table.view().out : std::min(known, table.view().out);
+    }
     self.add(std::make_unique<Embedding>(ids, table.view(), factor, y, rows), "embedding", barrier);
   }, "ids"_a, "table"_a, "factor"_a, "y"_a, "rows"_a, "barrier"_a);
   tape.def("rope_table", [](BoundTape& self, Ref positions, Ref inv_freq, int64_t half, float scale, Ref y, Extent tokens, bool barrier) {

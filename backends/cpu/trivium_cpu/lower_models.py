@@ -1,4 +1,4 @@
-"""How operators of experts, recurrences and compressed attention become operations of the tape."""
+"""How operators of experts, recurrences, compressed attention and encoders become operations of the tape."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 from trivium.ops import Batch, Call, Value
 from trivium.plugin import Kernel
 from trivium_cpu import _native
-from trivium_cpu.lower_ops import Lower, attend, copy_columns, gate_of, last, token_bytes
+from trivium_cpu.lower_ops import Lower, attend, copy_columns, gate_of, last, rows_of, span_capacity, token_bytes
 from trivium_cpu.lowering import ABSENT, Lowering
 from trivium_cpu.places import Place
-from trivium_cpu.profile import Cost, Sizes, Work, WorkOf, attention, store
+from trivium_cpu.profile import Cost, Sizes, Work, WorkOf, attention, both_ways, sparse, store
 
 
 def _given(call: Call) -> list[Any]:
@@ -135,15 +135,75 @@ def _latent_write(low: Lowering, call: Call) -> None:
     )  # fmt: skip
 
 
+def _latent_queries(low: Lowering, latent: Value, rope: Value) -> Place:
+    """Both parts of each head's query side by side, to be given back."""
+    rank, width = last(latent), last(latent) + last(rope)
+    q = low.temporary("tokens", int(latent.shape[1]) * width)
+    copy_columns(low, latent, 0, width, q, 0, rank)
+    copy_columns(low, rope, 0, width, q, rank, width - rank)
+    return q
+
+
 def _latent_attention(low: Lowering, call: Call) -> None:
     latent, rope, state, starts, contexts = _given(call)
     heads, rank, width = int(latent.shape[1]), last(latent), last(latent) + last(rope)
-    q = low.temporary("tokens", heads * width)
-    copy_columns(low, latent, 0, width, q, 0, rank)
-    copy_columns(low, rope, 0, width, q, rank, width - rank)
+    q = _latent_queries(low, latent, rope)
     work = attention(token_bytes(low, state), heads * (width + rank), 0, True)
     attend(low, q, (starts, contexts, None), state, call.results[0], heads, work, scale=call.attrs["scale"])
     low.release(q)
+
+
+def _sparse_latent_attention(low: Lowering, call: Call) -> None:
+    latent, rope, state, starts, contexts, chosen = _given(call)
+    heads, rank, width, top_k = int(latent.shape[1]), last(latent), last(latent) + last(rope), last(chosen)
+    q = _latent_queries(low, latent, rope)
+    places, y = [q, *(low.place(v) for v in (starts, contexts, chosen))], low.result(call.results[0])
+    low.emit(
+        "sparse_latent_attention", *(p.ref for p in (*places, y)), low.layer(state), heads, top_k, call.attrs["scale"],
+        reads=[*places, low.place(state)], writes=[y],
+        cost=Cost(tuple(places), (y,), sparse(token_bytes(low, state), heads * (width + rank), top_k)),
+    )  # fmt: skip
+    low.release(q)
+
+
+def _top_positions(low: Lowering, call: Call) -> None:
+    q, weights, state, starts, contexts = _given(call)
+    heads, capacity, key = int(q.shape[1]), span_capacity(low), ("worth",)
+    if key not in low.shared:
+        low.shared[key] = low.temporary("fixed", capacity * _native.SPAN)
+    worth, places = low.shared[key], [low.place(v) for v in (q, weights, starts, contexts)]
+    found = low.result(call.results[0])
+    low.emit(
+        "top_positions", *(p.ref for p in (*places, found, worth)), low.layer(state), heads, call.attrs["top_k"], capacity,
+        reads=[*places, low.place(state)], writes=[found, worth],
+        cost=Cost(tuple(places), (found,), attention(token_bytes(low, state), heads * (last(q) + 1), 0, True)),
+    )  # fmt: skip
+
+
+def _bidirectional_attention(low: Lowering, call: Call) -> None:
+    q, k, v, starts = _given(call)
+    heads, kv_heads, dim, window = int(q.shape[1]), int(k.shape[1]), last(q), call.attrs["window"]
+    columns = low.temporary("tokens", _native.Tape.column_numbers(kv_heads, dim))
+    places, at, y = [low.place(x) for x in (q, k, v)], low.place(starts), low.result(call.results[0])
+    low.emit(
+        "bidirectional_attention", [p.ref for p in places], at.ref, y.ref, columns.ref, heads, kv_heads, dim, call.attrs["scale"],
+        -1 if window is None else window, reads=[*places, at], writes=[y, columns],
+        cost=Cost(tuple(places), (y,), both_ways(2 * heads * dim, window)),
+    )  # fmt: skip
+    low.release(columns)
+
+
+def _segment_embedding(low: Lowering, call: Call) -> None:
+    """Token ids become rows of the table first, which are none beyond it whatever the ids are."""
+    tokens, table, starts = _given(call)
+    ids, places = low.temporary("tokens", 1), [low.place(tokens), low.place(starts)]
+    refs = [p.ref for p in (*places, ids)]
+    low.emit("segment_ids", *refs, call.attrs["separator"], int(table.shape[0]), reads=places, writes=[ids])
+    y = low.result(call.results[0])
+    low.emit(
+        "embedding", ids.ref, low.matrix(table), 1.0, y.ref, rows_of(call.results[0]).native, reads=[ids], writes=[y],
+    )  # fmt: skip
+    low.release(ids)
 
 
 def _chunked_attention(low: Lowering, call: Call) -> None:
@@ -174,6 +234,17 @@ def _step_s_own(call: Call) -> str | None:
     return None if own else "query starts and context lengths must be the step's own"
 
 
+def _input_starts(call: Call) -> str | None:
+    own = call.args[-1] is not None and call.args[-1].kind == "input"
+    return None if own else "query starts must be the step's own"
+
+
+def _sparse_fits(call: Call) -> str | None:
+    """As _step_s_own; what was chosen is behind them."""
+    own = all(v is not None and v.kind == "input" for v in call.args[3:5])
+    return None if own else "query starts and context lengths must be the step's own"
+
+
 _KERNELS: Mapping[str, tuple[Lower, Any]] = {
     "moe_route": (_moe_route, _constants(1)),
     "sparse_mixer_route": (_sparse_mixer_route, _constants()),
@@ -185,6 +256,10 @@ _KERNELS: Mapping[str, tuple[Lower, Any]] = {
     "latent_write": (_latent_write, _constants()),
     "latent_attention": (_latent_attention, _step_s_own),
     "chunked_attention": (_chunked_attention, _step_s_own),
+    "top_positions": (_top_positions, _step_s_own),
+    "sparse_latent_attention": (_sparse_latent_attention, _sparse_fits),
+    "bidirectional_attention": (_bidirectional_attention, _input_starts),
+    "segment_embedding": (_segment_embedding, lambda call: _constants(1)(call) or _input_starts(call)),
     "position_scale": (_position_scale, _constants()),
 }
 

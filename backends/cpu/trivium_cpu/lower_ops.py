@@ -218,7 +218,7 @@ def attend(
 ) -> None:  # fmt: skip
     """Attention of queries q[tokens, heads, ...] over a state's pages. rest: query starts, context lengths, sinks. Zeros: none."""
     layer = low.layer(state)
-    key, capacity = ("spans", layer.value_dim, heads), _span_capacity(low)
+    key, capacity = ("spans", layer.value_dim, heads), span_capacity(low)
     if key not in low.shared:
         low.shared[key] = low.temporary("fixed", capacity * _native.Tape.partial_numbers(layer, heads))
     out, spans = low.result(y), low.shared[key]
@@ -248,7 +248,7 @@ def _lora_fits(call: Call) -> str | None:
     return None if constants and own else "the matrices must be constants, and the adapters the step's own"
 
 
-def _span_capacity(low: Lowering) -> int:
+def span_capacity(low: Lowering) -> int:
     """Spans that may be shared out at a time: few tiles of the longest context."""
     return 4 * low.threads * math.ceil(low.max_model_len / _native.SPAN)
 
@@ -268,10 +268,10 @@ def _weight_is_constant(index: int) -> Callable[[Call], str | None]:
 
 
 def _embedding_fits(call: Call) -> str | None:
-    """A step's token ids are compared with the rows of every table that an input looks up."""
+    """A step's token ids and positions are compared with the rows of every table that they look up."""
     ids = call.args[0]
-    if ids is not None and ids.kind == "input" and ids.name != "token_ids":
-        return "of the step's inputs only token ids look up rows"
+    if ids is not None and ids.kind == "input" and ids.name not in ("token_ids", "positions"):
+        return "of the step's inputs only token ids and positions look up rows"
     return _weight_is_constant(1)(call)
 
 

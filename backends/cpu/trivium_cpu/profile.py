@@ -79,6 +79,32 @@ def attention(key_bytes: float, products: int, window: int, causal: bool, chunk:
     return work
 
 
+def both_ways(products: int, window: int | None) -> WorkOf:
+    """Each pair of tokens of a sequence, no farther from each other than the window, takes `products` multiply-adds."""
+
+    def work(sizes: Sizes, batch: Batch) -> Work:
+        tokens = np.diff(batch.query_starts).astype(np.int64)
+        reach = tokens if window is None else np.minimum(window, tokens)
+        pairs = tokens**2 - (tokens - reach - 1).clip(0) * (tokens - reach)
+        return Work(0, 2 * int(pairs.sum()) * products)
+
+    return work
+
+
+def sparse(key_bytes: float, products: int, top_k: int) -> WorkOf:
+    """Each token reads top_k positions, or all that it sees, which take `products` multiply-adds each. Bytes are the least there
+    can be: all tokens of a sequence read the same."""
+
+    def work(sizes: Sizes, batch: Batch) -> Work:
+        queries = np.diff(batch.query_starts).astype(np.int64)
+        ends = np.repeat(batch.context_lens.astype(np.int64) - batch.query_starts[1:], queries)
+        pairs = np.minimum(ends + np.arange(queries.sum()) + 1, top_k).sum()
+        keys = np.minimum(batch.context_lens, top_k)[queries > 0].sum()
+        return Work(int(keys * key_bytes), 2 * int(pairs) * products)
+
+    return work
+
+
 def store(token_bytes: float) -> WorkOf:
     """A token's keys and values go to its page, one operation a number read."""
     return lambda sizes, batch: Work(int(sizes["tokens"] * token_bytes), 0)
