@@ -9,8 +9,9 @@ int64_t multiply_adds(int64_t rounds);
 
 int64_t multiply_adds(int64_t rounds) {
   constexpr int kChains = 12;
-  Vec sums[kChains];
-  for (Vec& sum : sums) sum = set1(0.0f);
+  Vec sums[kChains];  // in registers: every loop over them is unrolled
+#pragma GCC unroll 16
+  for (int c = 0; c < kChains; ++c) sums[c] = set1(static_cast<float>(c));  // equal chains would become one
   float factor = 0.5f;
   for (int64_t i = 0; i < rounds; ++i) {
     asm volatile("" : "+m"(factor));  // it may have changed: no product can be used twice
@@ -19,8 +20,9 @@ int64_t multiply_adds(int64_t rounds) {
     for (int c = 0; c < kChains; ++c) sums[c] = fma(sums[c], f, f);
   }
   float lanes[Vec::W], total = 0;
-  for (const Vec& sum : sums) {
-    store(lanes, sum);
+#pragma GCC unroll 16
+  for (int c = 0; c < kChains; ++c) {
+    store(lanes, sums[c]);
     total += lanes[0];
   }
   return total >= 0 ? rounds * kChains * Vec::W : 0;
