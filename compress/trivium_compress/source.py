@@ -105,10 +105,7 @@ def open_source(path: Path, window: int | None = None) -> Source:
     positions = describe(checkpoint.config).max_positions
     if window is not None and window > positions:
         raise InvalidRequestError(f"windows of {window} tokens are longer than the model's {positions} positions", param="window")
-    config = checkpoint.config
-    if count(config, "type_vocab_size", 1) > 1 and config.get("sep_token_id") is None:  # as the loader reads it
-        config = {**config, "sep_token_id": Tokenizer.from_data(checkpoint.tokenizer_data()).separator_id}
-    program, made = _by_stored_names(build(config, max_model_len=window), checkpoint, arranged)
+    program, made = _by_stored_names(traced(checkpoint, window), checkpoint, arranged)
     gguf, extra, file = None, tuple[str, ...](), gguf_in(path)
     if file is not None:
         gguf = GGUFFile(file)
@@ -121,6 +118,14 @@ def open_source(path: Path, window: int | None = None) -> Source:
     return Source(
         path, checkpoint, arranged, program, made, stored, gguf, extra, {"source": checkpoint.fingerprint, "files": changed}
     )  # fmt: skip
+
+
+def traced(checkpoint: Checkpoint, window: int | None = None) -> Program:
+    """The Program as the loader reads it, for sequences of up to `window` tokens."""
+    config = checkpoint.config
+    if count(config, "type_vocab_size", 1) > 1 and config.get("sep_token_id") is None:
+        config = {**config, "sep_token_id": Tokenizer.from_data(checkpoint.tokenizer_data()).separator_id}
+    return build(config, max_model_len=window)
 
 
 def _by_stored_names(program: Program, checkpoint: Checkpoint, arranged: Checkpoint) -> tuple[Program, frozenset[str]]:

@@ -31,7 +31,7 @@ def _add_more_loading(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("loading for a server")
     group.add_argument("--kv-cache-dtype", default="auto", metavar="FORMAT", help="of the KV cache (default: what loses nothing)")
     caching = argparse.BooleanOptionalAction
-    group.add_argument("--enable-prefix-caching", action=caching, default=True, help="pages are shared between requests (default)")
+    group.add_argument("--enable-prefix-caching", action=caching, default=None, help="pages are shared between requests (default)")
     group.add_argument("--seed", type=number(int, 0), metavar="N", help="of requests without one: they repeat from run to run")
     for flag in ("--tool-call-parser", "--reasoning-parser"):
         group.add_argument(flag, default="auto", metavar="NAME", help="see docs/chat.md; none: not at all (default: auto)")
