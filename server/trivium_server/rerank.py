@@ -21,6 +21,7 @@ from trivium_server.truncation import Truncation, truncated
 from trivium_server.work import embedded
 
 
+_IMAGES = frozenset({"image", "image_url", "images"})
 Text = Annotated[str, Meta(min_length=1)]
 
 
@@ -148,6 +149,8 @@ async def rerank(call: Call, body: RerankRequest) -> Ranking:
 
 
 def _text(document: str | Object, i: int) -> str:
+    if not isinstance(document, str) and (shown := _IMAGES & document.keys()):
+        raise bad(f"documents[{i}] has {min(shown)}: images can't be compared here, texts only", "documents")
     text = document if isinstance(document, str) else document.get("text")
     if not isinstance(text, str) or not text:
         raise bad(f"documents[{i}] has no text", "documents")
