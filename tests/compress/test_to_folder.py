@@ -164,6 +164,15 @@ def test_what_a_folder_can_not_say_is_refused_and_leaves_nothing(
     assert [p.name for p in tmp_path.iterdir()] == ["m.gguf"]
 
 
+@pytest.mark.parametrize("output", ["out", "out.gguf"])
+def test_a_part_of_a_split_model_is_refused_as_that(tmp_path: Path, output: str) -> None:
+    keys = {**llama_metadata(), **WORDS, "split.no": 0, "split.count": 2, "split.tensors.count": 30}
+    file = write_gguf(tmp_path / "m-00001-of-00002.gguf", "llama", keys, llama_tensors())
+    with pytest.raises(UnsupportedError, match="is one part of a split GGUF model; merge the parts"):
+        quantise(file, tmp_path / output, Recipe("q8_0" if "gguf" in output else "int8"))
+    assert [p.name for p in tmp_path.iterdir()] == [file.name]
+
+
 def test_an_architecture_that_is_read_only_is_refused_by_name(tmp_path: Path) -> None:
     tensors = llama_tensors()
     for i in (0, 1):
