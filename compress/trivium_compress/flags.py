@@ -42,7 +42,7 @@ def by_module(text: str) -> tuple[str, str]:
 def add_quantize(parser: argparse.ArgumentParser) -> None:
     """The options of `trivium quantize`."""
     parser.add_argument("model", metavar="MODEL", type=named, help="a folder, a .gguf file, or as for `trivium run`")
-    parser.add_argument("-o", "--output", required=True, type=Path, metavar="PATH", help="a new folder, or a new .gguf file")
+    parser.add_argument("-o", "--output", required=True, type=Path, metavar="PATH", help="a new folder, or X.gguf: a file")
     add_json(parser)
     group = parser.add_argument_group("format")
     group.add_argument("--format", choices=FORMATS, default="int4", help="of the projections in layers (default: int4)")

@@ -11,11 +11,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from trivium import LLM, SamplingParams
-from trivium.errors import BackendError, InvalidRequestError
+from trivium.errors import BackendError, InvalidRequestError, UnsupportedError
 from trivium.models import describe
 from trivium.ops import Batch
 from trivium.plugin import Executable, Step
 from trivium.weights import open_checkpoint, resolve
+
+from trivium_compress.source import traced
 
 Array = npt.NDArray[Any]
 ROWS = 64
@@ -44,10 +46,14 @@ class Scorer:
     def __init__(self, model: str, window: int, options: Mapping[str, Any], *, room: int = 0) -> None:
         given = {name: value for name, value in options.items() if value is not None}
         longest = given.get("max_model_len")
+        checkpoint = open_checkpoint(resolve(model))
+        if not traced(checkpoint).states:
+            message = f"{model} reads whole texts and foretells no tokens, of which all figures are made; measure it by its task"
+            raise UnsupportedError(message, param="model")
         if longest is not None and longest < window:
             raise InvalidRequestError(f"max_model_len {longest} has no room for windows of {window} tokens", param="max_model_len")
         if longest is None:
-            positions = describe(open_checkpoint(resolve(model)).config).max_positions
+            positions = describe(checkpoint.config).max_positions
             given["max_model_len"] = max(window, min(window + room, positions))
         given["max_num_batched_tokens"] = given.get("max_num_batched_tokens", ROWS)
         given["max_num_seqs"] = min(ROWS, given["max_num_batched_tokens"])  # a step has no more rows of logits than sequences

@@ -22,7 +22,7 @@ from trivium.errors import CheckpointError, InvalidRequestError
 from trivium.weights.formats import SAFETENSORS_TYPES
 from trivium.weights.safetensors import SafetensorsFile
 
-from trivium_compress.stored import Stored
+from trivium_compress.stored import Later, Stored
 
 Array = npt.NDArray[Any]
 _LOCK = ".lock"
@@ -150,18 +150,24 @@ def flush(path: Path) -> None:
         os.close(handle)
 
 
-def write_safetensors(path: Path, tensors: Mapping[str, Stored]) -> None:
+def write_safetensors(path: Path, tensors: Mapping[str, Stored | Later]) -> None:
     """A file in the safetensors layout: length of the header, header (JSON), the tensors' bytes."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
     for name, stored in tensors.items():
-        kind = stored.kind if stored.kind in KINDS else _PLAIN[stored.array.dtype.name]
-        shape = list(stored.array.shape)
-        header[name] = {"dtype": kind, "shape": shape, "data_offsets": [at, at + stored.nbytes]}
+        header[name] = {**_described(stored), "data_offsets": [at, at + stored.nbytes]}
         at += stored.nbytes
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     with replacing(path) as new, new.open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
         for stored in tensors.values():
-            file.write(np.ascontiguousarray(stored.array).view(np.uint8).data)
+            array = stored.array if isinstance(stored, Stored) else stored.make()
+            file.write(np.ascontiguousarray(array).view(np.uint8).data)
+
+
+def _described(stored: Stored | Later) -> dict[str, Any]:
+    if isinstance(stored, Later):
+        return {"dtype": stored.kind, "shape": list(stored.shape)}
+    kind = stored.kind if stored.kind in KINDS else _PLAIN[stored.array.dtype.name]
+    return {"dtype": kind, "shape": list(stored.array.shape)}

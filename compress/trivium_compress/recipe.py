@@ -55,8 +55,6 @@ class Recipe:
             raise InvalidRequestError("prune and sparsity go together: say both, or neither", param="sparsity")
         if self.sparsity is not None:
             Sparsity.parse(self.sparsity)
-        if self.formats == {"none"} and self.prune is None and self.embedding == "none":
-            raise InvalidRequestError("there is nothing to do: give a format, or what to prune", param="format")
         for _, format in self.modules:
             _one_of("modules", format, FORMATS)
         for name, pattern in (*(("keep", p) for p in self.keep), *(("modules", p) for p, _ in self.modules)):
@@ -64,6 +62,11 @@ class Recipe:
                 re.compile(pattern)
             except re.error as e:
                 raise InvalidRequestError(f"{name}: {pattern!r} is no regular expression: {e}", param=name) from None
+
+    def check_work(self) -> None:
+        """InvalidRequestError if nothing changes, unless a folder becomes a file or a file a folder."""
+        if self.formats == {"none"} and self.prune is None and self.embedding == "none":
+            raise InvalidRequestError("there is nothing to do: give a format, or what to prune", param="format")
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

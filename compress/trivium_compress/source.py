@@ -105,13 +105,10 @@ def open_source(path: Path, window: int | None = None) -> Source:
     positions = describe(checkpoint.config).max_positions
     if window is not None and window > positions:
         raise InvalidRequestError(f"windows of {window} tokens are longer than the model's {positions} positions", param="window")
-    config = checkpoint.config
-    if count(config, "type_vocab_size", 1) > 1 and config.get("sep_token_id") is None:  # as the loader reads it
-        config = {**config, "sep_token_id": Tokenizer.from_data(checkpoint.tokenizer_data()).separator_id}
-    program, made = _by_stored_names(build(config, max_model_len=window), checkpoint, arranged)
-    gguf, extra = None, tuple[str, ...]()
-    if path.suffix == ".gguf" or not any(path.glob("*.safetensors")):
-        gguf = GGUFFile(path if path.is_file() else next(path.glob("*.gguf")))
+    program, made = _by_stored_names(traced(checkpoint, window), checkpoint, arranged)
+    gguf, extra, file = None, tuple[str, ...](), gguf_in(path)
+    if file is not None:
+        gguf = GGUFFile(file)
         stored: dict[str, tuple[TensorFile, str]] = {name: (gguf, at) for name, at in map_names(gguf).items()}
         extra = tuple(name for name in gguf.tensors if name not in {at for _, at in stored.values()})
     else:
@@ -123,6 +120,14 @@ def open_source(path: Path, window: int | None = None) -> Source:
     )  # fmt: skip
 
 
+def traced(checkpoint: Checkpoint, window: int | None = None) -> Program:
+    """The Program as the loader reads it, for sequences of up to `window` tokens."""
+    config = checkpoint.config
+    if count(config, "type_vocab_size", 1) > 1 and config.get("sep_token_id") is None:
+        config = {**config, "sep_token_id": Tokenizer.from_data(checkpoint.tokenizer_data()).separator_id}
+    return build(config, max_model_len=window)
+
+
 def _by_stored_names(program: Program, checkpoint: Checkpoint, arranged: Checkpoint) -> tuple[Program, frozenset[str]]:
     """The Program with its constants under the names of stored tensors; and the sources that are no stored tensor."""
     own = {id(make): name for name, make in checkpoint.tensors.items()}
@@ -132,11 +137,18 @@ def _by_stored_names(program: Program, checkpoint: Checkpoint, arranged: Checkpo
     return replace(program, constants=constants), frozenset(made)
 
 
-def check_output(source: Source, output: Path) -> None:
-    """InvalidRequestError unless `output` is a new .gguf file for a .gguf file, and something new for a folder."""
-    if source.gguf is not None and output.suffix != ".gguf":
-        raise InvalidRequestError(f"a .gguf file becomes a .gguf file; {output} is none", param="output")
-    check_new(output, source.path)
+def is_gguf(path: Path) -> bool:
+    """Whether a path is called as .gguf files are."""
+    return path.suffix.lower() == ".gguf"
+
+
+def gguf_in(path: Path) -> Path | None:
+    """The .gguf file that a path is, or that a folder holds instead of safetensors; None: there is none."""
+    if path.is_file():
+        return path if is_gguf(path) else None
+    if any(path.glob("*.safetensors")) or any(path.glob("*.safetensors.index.json")):
+        return None
+    return next(filter(is_gguf, path.glob("*")), None)
 
 
 def check_new(output: Path, source: Path) -> None:

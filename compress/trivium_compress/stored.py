@@ -28,6 +28,15 @@ class Stored(NamedTuple):
         return int(self.array.nbytes)
 
 
+class Later(NamedTuple):
+    """As Stored, made when it is written: its shape, what a file calls its dtype, its bytes, and what makes the array."""
+
+    shape: tuple[int, ...]
+    kind: str
+    nbytes: int
+    make: Callable[[], Array]
+
+
 def packed(codes: Array, width: int) -> Array:
     """int32[rows, ceil(columns * width / 32)] of codes[rows, columns] from 0 to 2**width - 1, the first in the lowest bits."""
     per = 32 // width

@@ -15,25 +15,19 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from trivium.errors import UnsupportedError
-from trivium.extensions import find, installed
-from trivium.models import build, describe
-from trivium.ops import Program
+from trivium.models import describe
 from trivium.text import Tokenizer
 from trivium.weights import Checkpoint, open_checkpoint
 from trivium.weights.checkpoint import HEAD
 from trivium_formats.gguf import OUTER, Config, GGUFModel, Writing, describe_vocabulary
 
-from trivium_compress.floats import FLOATS, bits
+from trivium_compress.convert import SOURCE, check_program, check_words, class_of, converted, flat, writers
+from trivium_compress.floats import FLOATS
 from trivium_compress.parts import replacing
 
 Array = npt.NDArray[Any]
-SOURCE = "trivium.source"
-"""The key that says which checkpoint a file was made of."""
 _NAME = re.compile(r"(?:model\.layers\.(\d+)\.)?(.+)\.(weight|bias)")
 _ROLES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-_STEP = 1 << 22
-"""Numbers that are decoded at a time."""
-_PROBE = "The 3 quick  foxes\n\n\tdon't jump over 1234 dogs: Ünïcödé 中文 мир 😀 def f(x): return x\n"
 _KINDS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 
@@ -43,29 +37,29 @@ def to_gguf(folder: Path, path: Path) -> None:
     checkpoint = open_checkpoint(folder)
     name, model = _architecture(checkpoint)
     assert model.writing is not None
-    config = _flat(checkpoint)
+    config = flat(checkpoint)
     names = dict(_names(checkpoint, model))
     with replacing(path) as new:
         _write(new, name, checkpoint, config, model.writing, names)
-        _compare(checkpoint, new.rename(new.with_suffix(".gguf")), model.writing)
+        _check(checkpoint, new.rename(new.with_suffix(".gguf")), model.writing)
         new.with_suffix(".gguf").rename(new)
 
 
+def _check(checkpoint: Checkpoint, path: Path, how: Writing) -> None:
+    """UnsupportedError unless the file is read as the same model."""
+    written = open_checkpoint(path)
+    check_program(checkpoint.config, {**written.config, **how.alike}, "a .gguf file")
+    mine, theirs = (Tokenizer.from_data(c.tokenizer_data()) for c in (checkpoint, written))
+    check_words(mine, theirs, "a .gguf file")
+
+
 def _architecture(checkpoint: Checkpoint) -> tuple[str, GGUFModel]:
-    wanted = str((checkpoint.config.get("architectures") or [None])[0])
-    known = list[str]()
-    for name in installed("gguf_model"):
-        model: GGUFModel = find("gguf_model", name, GGUFModel)[0]
-        known += model.writing.classes if model.writing else ()
+    wanted, known = class_of(checkpoint), writers()
+    for name, model in known.items():
         if model.writing and wanted in model.writing.classes:
             return name, model
-    raise UnsupportedError(f"{wanted} can't be written as a .gguf file; {', '.join(known)} can", param="output")
-
-
-def _flat(checkpoint: Checkpoint) -> Config:
-    """The configuration with what it leaves to its family."""
-    info = describe(checkpoint.config)
-    return {**info.config, "head_dim": info.head_dim, "num_hidden_layers": info.layers}
+    classes = ", ".join(c for model in known.values() for c in (model.writing.classes if model.writing else ()))
+    raise UnsupportedError(f"{wanted} can't be written as a .gguf file; {classes} can", param="output")
 
 
 def _names(checkpoint: Checkpoint, model: GGUFModel) -> Iterator[tuple[str, str]]:
@@ -106,7 +100,7 @@ def _write(path: Path, name: str, checkpoint: Checkpoint, config: Config, how: W
     for array in extra.values():
         writer.write_tensor_data(array)
     for tensor, kind in kinds.items():
-        writer.write_tensor_data(_numbers(checkpoint, tensor, kind, config, how))
+        writer.write_tensor_data(converted(checkpoint, tensor, kind, config, how.change))
     writer.close()
 
 
@@ -114,18 +108,6 @@ def _kind(checkpoint: Checkpoint, tensor: str) -> str:
     """Matrices keep their type; vectors are float32, as every reader wants them."""
     weight = checkpoint.tensor(tensor)
     return weight.format if len(weight.shape) > 1 and weight.format in FLOATS else "float32"
-
-
-def _numbers(checkpoint: Checkpoint, tensor: str, kind: str, config: Config, how: Writing) -> Array:
-    """As they are written; float32 only of some rows at a time, which are whole heads."""
-    weight = checkpoint.tensor(tensor)
-    written = np.empty(weight.shape, bits(np.zeros(0, np.float32), kind).dtype)
-    heads = max(_STEP // max(int(np.prod(weight.shape[1:])) * config["head_dim"], 1), 1)
-    for start in range(0, weight.shape[0], heads * config["head_dim"]):
-        stop = min(start + heads * config["head_dim"], weight.shape[0])
-        numbers = weight.slice_rows(start, stop).decode()
-        written[start:stop] = bits(numbers if how.change is None else how.change(tensor, numbers, config), kind)
-    return written
 
 
 def _sizes(checkpoint: Checkpoint) -> Config:
@@ -178,31 +160,3 @@ def _words(checkpoint: Checkpoint) -> dict[str, Any]:
     adds = {"add_bos_token": empty[:1] == [tokenizer.bos_id], "add_eos_token": empty[-1:] == [roles.get("eos_token_id")]}
     keys = {f"tokenizer.ggml.{key}": value for key, value in {**known, **roles, **turn, **adds}.items() if value not in ([], None)}
     return keys | ({"tokenizer.chat_template": data["chat_template"]} if data.get("chat_template") else {})
-
-
-def _lines(program: Program) -> list[str]:
-    """The printed Program, its numbers as exactly as a file's float32 has them."""
-    return [re.sub(r"\d\.\d*(e-?\d+)?|\de-?\d+", lambda m: f"{float(m[0]):.6g}", line) for line in _printed(program)]
-
-
-def _printed(program: Program) -> list[str]:
-    """The Program's lines, every attribute written, also where it is as the operator has it anyway."""
-    outputs = [f"{name} = {value}" for name, value in program.outputs.items()]
-    states = [f"{state.value} {state.spec}" for state in program.states]
-    calls = [f"{call.name}({', '.join(map(str, call.args))}) {dict(sorted(call.attrs.items()))}" for call in program.calls]
-    return [*states, *calls, *outputs]
-
-
-def _compare(checkpoint: Checkpoint, path: Path, how: Writing) -> None:
-    """UnsupportedError unless the file is read as the same model."""
-    written = open_checkpoint(path)
-    programs = [build(checkpoint.config), build({**written.config, **how.alike})]
-    if differ := [pair for pair in zip(*(_lines(p) for p in programs), strict=False) if pair[0] != pair[1]]:
-        raise UnsupportedError(f"a .gguf file would be another model: {differ[0][1]}, not {differ[0][0]}", param="output")
-    arrays = [{c.value.name: c.array for c in p.constants if c.array is not None} for p in programs]
-    for name, array in arrays[0].items():
-        if name not in arrays[1] or not np.allclose(array, arrays[1][name], rtol=1e-5, atol=0):
-            raise UnsupportedError(f"a .gguf file would be another model: {name} is otherwise", param="output")
-    mine, theirs = (Tokenizer.from_data(c.tokenizer_data()) for c in (checkpoint, written))
-    if mine.encode(_PROBE) != theirs.encode(_PROBE):
-        raise UnsupportedError("a .gguf file would cut texts into other tokens than this tokenizer.json does", param="output")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import math
+import shutil
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -13,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from trivium.errors import CapacityError, CheckpointError, InvalidRequestError
+from trivium.errors import CapacityError, CheckpointError, InvalidRequestError, TriviumError
 from trivium.ops import Value
 from trivium.text import Tokenizer
 from trivium.weights import open_checkpoint
@@ -21,16 +23,18 @@ from trivium.weights.checkpoint import EMBEDDING, HEAD
 from trivium_formats.gguf import GGUFFile
 
 from trivium_compress import memory
+from trivium_compress.convert import SOURCE
 from trivium_compress.finish import finish_folder, finish_gguf
 from trivium_compress.floats import is_finite
 from trivium_compress.layer import Layer, Target, check_zeros, round_table, target
 from trivium_compress.parts import Parts
 from trivium_compress.recipe import Recipe
-from trivium_compress.source import Source, check_new, check_output, open_source
+from trivium_compress.source import Source, check_new, gguf_in, is_gguf, open_source
 from trivium_compress.stored import BLOCKS
 from trivium_compress.structure import Projection, Scaling, projections, scalings
-from trivium_compress.to_gguf import SOURCE, to_gguf
 from trivium_compress.texts import cut, read_text, spread
+from trivium_compress.to_folder import made_of, to_folder
+from trivium_compress.to_gguf import to_gguf
 from trivium_compress.walk import Inputs, Live, Segment, Walk
 
 Array = npt.NDArray[Any]
@@ -55,17 +59,29 @@ def quantise(
     model: Path, output: Path, recipe: Recipe, calibration: Calibration | None = None, *, memory_bytes: int | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Writes the model in `model`, a folder or .gguf file, to `output`, and says what has become of it (see report()).
+    """Writes the model in `model`, a folder or .gguf file, to `output`, a .gguf file if it is called so and else a folder, and says
+    what has become of it (see report()).
 
     What is done is kept in OUTPUT.partial: the same call goes on from there. memory_bytes: what may be held at a time, see
     memory.py. Raises InvalidRequestError for what can't be asked, also if what was begun was begun otherwise or from another model;
     CapacityError if the bound is too low; UnsupportedError and CheckpointError as open_checkpoint().
     """
-    if output.suffix == ".gguf" and model.is_dir() and not any(model.glob("*.gguf")):
+    file, to_file = gguf_in(model), is_gguf(output)
+    if (file is not None) != to_file:
         check_new(output, model)
-        return _by_file(model, output, recipe, calibration, memory_bytes=memory_bytes, progress=progress)
+        through = _by_file if to_file else _by_folder
+        return through(model, output, recipe, calibration, memory_bytes=memory_bytes, progress=progress)
+    recipe.check_work()
+    return _rounded(model, output, recipe, calibration, memory_bytes=memory_bytes, progress=progress)
+
+
+def _rounded(
+    model: Path, output: Path, recipe: Recipe, calibration: Calibration | None, *, memory_bytes: int | None,
+    progress: Progress | None,
+) -> dict[str, Any]:  # fmt: skip
+    """Source and output are of one kind."""
     source = open_source(model, None if calibration is None else max(calibration.window, LEAST))
-    check_output(source, output)
+    check_new(output, source.path)
     if recipe.needs_inputs() and calibration is None:
         what = f"method {recipe.method}" if recipe.method not in (None, "rtn") else f"prune {recipe.prune}"
         raise InvalidRequestError(f"{what} looks at the inputs of projections: give a text to calibrate with", param="calibrate")
@@ -78,9 +94,39 @@ def _by_file(model: Path, output: Path, *arguments: Any, **options: Any) -> dict
     plain = output.with_name(output.stem + ".plain.gguf")
     if not plain.exists() or GGUFFile(plain).metadata.get(SOURCE) != open_checkpoint(model).fingerprint:
         to_gguf(model, plain)
-    report = quantise(plain, output, *arguments, **options)
+    with _kept_if_begun(output, plain.unlink):
+        report = _rounded(plain, output, *arguments, **options)
     plain.unlink()
-    return report
+    return {**report, "model": str(model)}
+
+
+def _by_folder(model: Path, output: Path, *arguments: Any, **options: Any) -> dict[str, Any]:
+    """The other way round."""
+    plain = output.with_name(output.name + ".plain")
+    if plain.exists() and made_of(plain) is None:
+        raise InvalidRequestError(f"{plain} is in the way, and is not ours; give another output, or remove it", param="output")
+    if made_of(plain) != open_checkpoint(model).fingerprint:
+        shutil.rmtree(plain, ignore_errors=True)
+        to_folder(model, plain)
+    with _kept_if_begun(output, partial(shutil.rmtree, plain)):
+        report = _rounded(plain, output, *arguments, **options)
+    shutil.rmtree(plain)
+    return {**report, "model": str(model)}
+
+
+@contextmanager
+def _kept_if_begun(output: Path, remove: Callable[[], object]) -> Iterator[None]:
+    """Removes what was to be read where that was refused, unless there is work to go on with."""
+    try:
+        yield
+    except TriviumError:
+        if not _partial(output).exists():
+            remove()
+        raise
+
+
+def _partial(output: Path) -> Path:
+    return output.with_name(output.name + ".partial")
 
 
 @dataclass
@@ -139,7 +185,7 @@ class Job:
         windows = self._windows()
         walk = Walk(self.source.program, self.calibration.window) if windows and self.calibration else None
         need = self._check_memory(walk, windows)
-        parts = Parts(self.output.with_name(self.output.name + ".partial"), self._identity(windows))
+        parts = Parts(_partial(self.output), self._identity(windows))
         try:
             self._work(parts, walk, windows)
             found = self._report(parts, need, windows)

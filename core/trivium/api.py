@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypedDict, Unpack, cast
 
 from trivium.engine import Engine, EngineConfig, PoolingParams, RequestOutput
 from trivium.engine.adapters import enabled
-from trivium.engine.loader import LoadOptions, load
+from trivium.engine.loader import CACHED, LoadOptions, load
 from trivium.engine.pooling import CLASSIFIER, likelihood, relevance, text_pair
 from trivium.engine.speculation import Drafter, HeadDrafter, ModelDrafter, Speculative
 from trivium.errors import BackendError, ClosedError, InvalidRequestError, UnsupportedError
@@ -72,7 +72,7 @@ class Opened(ABC):
     def __init__(
         self, model: str | os.PathLike[str], backend: str = "auto", *, dtype: str = "auto", quantize: str | None = None,
         kv_dtype: str = "auto", block_size: int | None = None, num_kv_blocks: int | None = None, max_num_seqs: int = 64,
-        max_num_batched_tokens: int | None = None, max_model_len: int | None = None, enable_prefix_caching: bool = True,
+        max_num_batched_tokens: int | None = None, max_model_len: int | None = None, enable_prefix_caching: bool | None = None,
         strict: bool = False, seed: int | None = None, enable_lora: bool = False, max_loras: int = 4, max_lora_rank: int = 16,
         speculative: Speculative | Mapping[str, Any] | None = None, kv_host_bytes: int = 0,
         kv_disk_path: str | os.PathLike[str] | None = None, kv_disk_bytes: int = 10 << 30, scheduling_policy: str = "priority",
@@ -114,10 +114,10 @@ class Opened(ABC):
             dtype=dtype, quantize=quantize, kv_dtype=kv_dtype, block_size=block_size, num_kv_blocks=num_kv_blocks,
             max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, max_model_len=max_model_len,
             strict=strict, enable_lora=enable_lora, max_loras=max_loras, max_lora_rank=max_lora_rank, backend_options=own,
-            num_speculative_tokens=0 if wanted is None else wanted.num_speculative_tokens,
+            num_speculative_tokens=wanted.num_speculative_tokens if wanted else 0, cached=tuple(filter(locals().get, CACHED)),
         )  # fmt: skip
         config = EngineConfig(
-            max_num_seqs, max_num_batched_tokens or max_num_seqs, enable_prefix_caching, seed, scheduling_policy,
+            max_num_seqs, max_num_batched_tokens or max_num_seqs, enable_prefix_caching is not False, seed, scheduling_policy,
             max_waiting_requests, max_waiting_tokens, wanted, kv_host_bytes, kv_disk_path, kv_disk_bytes,
         )  # fmt: skip
         ahead = ahead_options(options, prefill, prefill_options)

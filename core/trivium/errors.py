@@ -67,6 +67,10 @@ class UnsupportedError(TriviumError, code="unsupported"):
     """What was asked is well-formed but not supported by this model, format, backend or version."""
 
 
+class NoCacheError(UnsupportedError, code="no_cache"):
+    """An option about the KV cache (`param`) for a model that has none: it reads whole texts, in one step."""
+
+
 class TemplateError(InvalidRequestError, code="bad_template"):
     """A chat template is missing, unsafe, or refuses the messages."""
 

@@ -70,6 +70,10 @@ def _extend_phi3(keys: Keys, config: Config) -> None:
     config["sliding_window"] = keys.get("attention.sliding_window", int, None) or None
 
 
+def _silu(config: Config) -> Config:
+    return {"hidden_act": "silu"}
+
+
 def _interleaved(name: str, numbers: Floats, config: Config) -> Floats:
     """Rows of queries and keys so that the pairs which are rotated together are neighbours, as llama.cpp's converter has them."""
     if not re.search(r"\.[qk]_proj\.", name):
@@ -78,9 +82,32 @@ def _interleaved(name: str, numbers: Floats, config: Config) -> Floats:
     return halves.swapaxes(1, 2).reshape(numbers.shape)
 
 
+def _halved(name: str, numbers: Floats, config: Config) -> Floats:
+    """Undoes _interleaved."""
+    if not re.search(r"\.[qk]_proj\.", name):
+        return numbers
+    pairs = numbers.reshape(-1, config["head_dim"] // 2, 2, *numbers.shape[1:])
+    return pairs.swapaxes(1, 2).reshape(numbers.shape)
+
+
 def _whole_norms(name: str, numbers: Floats, config: Config) -> Floats:
     """Norm weights plus the one that folders leave off."""
     return numbers + np.float32(1) if name.endswith("norm.weight") else numbers
+
+
+def _norms_less_one(name: str, numbers: Floats, config: Config) -> Floats:
+    """Undoes _whole_norms."""
+    return numbers - np.float32(1) if name.endswith("norm.weight") else numbers
+
+
+def _gemma3_config(config: Config) -> Config:
+    """The scale of the scores as config.json says it, which is a whole number where it is one within a file's float32."""
+    scalar = float(config["query_pre_attn_scalar"])
+    whole = round(scalar)
+    return {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": whole if abs(scalar - whole) <= 1e-6 * scalar else scalar,
+    }  # fmt: skip
 
 
 def _gemma3_keys(config: Config) -> Config:
@@ -101,13 +128,18 @@ def _gemma3_keys(config: Config) -> Config:
 
 llama = Hook(GGUFModel(
     "LlamaForCausalLM", "llama", LAYER, lambda _, config: config.update(rope_interleaved=True),
-    writing=Writing(("LlamaForCausalLM", "MistralForCausalLM"), change=_interleaved, alike={"rope_interleaved": False}),
+    writing=Writing(
+        ("LlamaForCausalLM", "MistralForCausalLM"),
+        change=_interleaved, alike={"rope_interleaved": False}, back=_halved, config=_silu,
+    ),
 ))  # fmt: skip
-qwen2 = Hook(GGUFModel("Qwen2ForCausalLM", "qwen2", LAYER, writing=Writing(("Qwen2ForCausalLM",))))
-qwen3 = Hook(GGUFModel("Qwen3ForCausalLM", "qwen3", LAYER, writing=Writing(("Qwen3ForCausalLM",))))
+qwen2 = Hook(GGUFModel("Qwen2ForCausalLM", "qwen2", LAYER, writing=Writing(("Qwen2ForCausalLM",), config=_silu)))
+qwen3 = Hook(GGUFModel("Qwen3ForCausalLM", "qwen3", LAYER, writing=Writing(("Qwen3ForCausalLM",), config=_silu)))
 gemma2 = Hook(GGUFModel("Gemma2ForCausalLM", "gemma2", _GEMMA, _extend_gemma2))
 gemma3 = Hook(GGUFModel(
     "Gemma3ForCausalLM", "gemma3_text", _GEMMA, _extend_gemma3,
-    writing=Writing(("Gemma3ForCausalLM",), _gemma3_keys, _whole_norms, {"norm_offset": 1.0}),
+    writing=Writing(
+        ("Gemma3ForCausalLM",), _gemma3_keys, _whole_norms, {"norm_offset": 1.0}, _norms_less_one, _gemma3_config
+    ),
 ))  # fmt: skip
 phi3 = Hook(GGUFModel("Phi3ForCausalLM", "phi3", _PHI3, _extend_phi3))

@@ -80,7 +80,7 @@ class Idefics3Vision(Vision):
         pieces = text.split(MARK) if images else [text]
         if len(pieces) != len(images) + 1:
             message = f"the rendered chat has {len(pieces) - 1} times {MARK!r} for {len(images)} images; texts must not contain it"
-            raise InvalidRequestError(message, param="messages")
+            raise InvalidRequestError(f"{message}, and the chat template must show the images of every role", param="messages")
         return "".join((pieces[0], *(self._shown(image) + piece for image, piece in zip(images, pieces[1:]))))
 
     def _shown(self, image: Tiles) -> str:

@@ -129,7 +129,7 @@ def _messages(message: Mapping[str, Any]) -> list[Object]:
             function = {"name": block.get("name"), "arguments": block.get("input") or {}}
             calls.append({"id": block.get("id"), "type": "function", "function": function})
         elif kind == "tool_result":
-            results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": _result(block.get("content"))})
+            results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": _result(block.get("content"), i)})
         elif kind not in ("thinking", "redacted_thinking"):
             possible = "possible are text, image, tool_use, tool_result and thinking"
             raise bad(f"messages: content[{i}] has the type {kind!r}; {possible}", "messages")
@@ -146,12 +146,20 @@ def _source(source: Any, where: str) -> str:
     return data_url(source.get("media_type"), source.get("data"))
 
 
-def _result(content: Any) -> Any:
-    if isinstance(content, list):
-        if any(isinstance(part, Mapping) and part.get("type") == "image" for part in content):
-            raise bad("messages: images in tool results are not possible here; put them in a message of the user", "messages")
-        return [{"type": "text", "text": part.get("text")} if isinstance(part, Mapping) else part for part in content]
-    return content
+def _result(content: Any, i: int) -> Any:
+    """What a tool gave: a text, or blocks of text and images."""
+    if not isinstance(content, list):
+        return content
+    return [_given(part, f"content[{i}].content[{k}]") for k, part in enumerate(content)]
+
+
+def _given(part: Any, where: str) -> Any:
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind == "image":
+        return {"type": "image_url", "image_url": _source(part.get("source"), f"{where}.source")}
+    if kind != "text":
+        raise bad(f"messages: {where} has the type {kind!r}; possible in tool results are text and image", "messages")
+    return {"type": "text", "text": part.get("text")}
 
 
 class ThinkingDetails(Struct):

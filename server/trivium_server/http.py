@@ -9,7 +9,7 @@ import os
 import re
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -63,7 +63,7 @@ class Call:
         one = self.app.models.use(model, session=session, seconds=self.left(body), keep=keep, charge=charge)
         served = await self.held.enter_async_context(one)
         self.reply["x-model-version"] = served.version
-        return served
+        return replace(served, max_pixels=self.app.settings.max_image_pixels)
 
     def session(self, body: object) -> str:
         """By what calls are told to belong together: the header x-session-id, the body's user (Anthropic: metadata.user_id) or its

@@ -12,6 +12,9 @@ from trivium_server.faults import bad
 DEPTH = 100
 """Lists and objects inside one another. Whatever walks through a body takes a few frames a level, of the 1,000 there are."""
 
+MAX_PIXELS = 64_000_000
+"""Of all images of a prompt together, unless the operator decides otherwise."""
+
 
 def check_depth(body: Any) -> None:
     """Raises Refusal for a decoded body that nests deeper than DEPTH."""

@@ -15,7 +15,7 @@ from typing import Any
 from trivium import AsyncLLM, SamplingParams, errors
 
 from trivium_server.faults import Refusal, unavailable
-from trivium_server.limits import characters
+from trivium_server.limits import MAX_PIXELS, characters
 from trivium_server.splits import Split
 
 _log = logging.getLogger("trivium.server")
@@ -115,13 +115,14 @@ def _sum(past: Any, now: Any) -> Any:
 @dataclass(frozen=True)
 class Served:
     """A loaded model as one call has it. name: by which the client knows it. version: the model's own. facts: of the
-    model. charge: is told the tokens that the call has cost."""
+    model. charge: is told the tokens that the call has cost. max_pixels: of all images of a prompt."""
 
     name: str
     version: str
     llm: AsyncLLM
     facts: Facts
     charge: Callable[[int], None]
+    max_pixels: int = MAX_PIXELS
 
     @property
     def max_model_len(self) -> int:

@@ -95,17 +95,19 @@ class OllamaGenerate(_Common, kw_only=True):
 
 
 class OllamaEmbed(Struct, kw_only=True):
-    """truncate is not done: what is too long is refused."""
+    """truncate is not done: what is too long is refused. images: none are possible."""
 
     model: str
     input: str | list[str]
     dimensions: int | None = None
+    images: list[Any] | None = None
     keep_alive: str | float | None = None
 
 
 class OllamaEmbeddings(Struct, kw_only=True):
     model: str
     prompt: str
+    images: list[Any] | None = None
     keep_alive: str | float | None = None
 
 
@@ -281,6 +283,8 @@ async def embed(call: Call, body: OllamaEmbed) -> Object:
     texts = [body.input] if isinstance(body.input, str) else body.input
     if not texts or "" in texts:
         raise bad("input must not be empty", "input")
+    if body.images:
+        raise bad("images can't be embedded here, texts only; leave images out", "images")
     served = await _use(call, body)
     served.check_embeds()
     for text in texts:
@@ -293,7 +297,7 @@ async def embed(call: Call, body: OllamaEmbed) -> Object:
 
 
 async def old_embed(call: Call, body: OllamaEmbeddings) -> Object:
-    found = await embed(call, OllamaEmbed(model=body.model, input=body.prompt, keep_alive=body.keep_alive))
+    found = await embed(call, OllamaEmbed(model=body.model, input=body.prompt, keep_alive=body.keep_alive, images=body.images))
     return {"embedding": found["embeddings"][0]}
 
 

@@ -12,12 +12,14 @@ from trivium_server.faults import bad
 from trivium_server.http import Call, Route
 from trivium_server.openai_completions import prompts_of
 from trivium_server.openai_types import Usage
+from trivium_server.truncation import Truncation, truncated
 from trivium_server.work import embedded
 
 
 class EmbeddingRequest(Struct, kw_only=True):
     """input: as a completion's prompt. pooling: last, mean or cls; normalize: to length 1; by default both as the model was made
-    for."""
+    for. truncate_prompt_tokens: so many of the last tokens of each are read, special tokens included; -1: as many as the model can;
+    without it, what is too long is refused."""
 
     input: str | list[str | int | list[int]]
     model: str | None = None
@@ -25,6 +27,7 @@ class EmbeddingRequest(Struct, kw_only=True):
     dimensions: int | None = None
     pooling: str | None = None
     normalize: bool | None = None
+    truncate_prompt_tokens: Truncation = None
     user: str | None = None
     priority: int | None = None
     cache_salt: str | None = None
@@ -63,9 +66,8 @@ async def embed(call: Call, body: EmbeddingRequest) -> Embeddings:
     pooling = PoolingParams(**{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
     served = await call.use(body.model, body)
     served.check_embeds()
-    for prompt in prompts:
-        served.check_length(prompt)
-    outputs = await embedded(served, prompts, pooling, call.options(body), call.app.meters)
+    read = await truncated(served, prompts, body.truncate_prompt_tokens)
+    outputs = await embedded(served, read, pooling, call.options(body), call.app.meters)
     data = [Embedding(index=i, embedding=encoded(o.embedding, body.encoding_format)) for i, o in enumerate(outputs)]
     tokens = sum(len(output.prompt_token_ids) for output in outputs)
     return Embeddings(data=data, model=served.name, usage=Usage(prompt_tokens=tokens, completion_tokens=0, total_tokens=tokens))

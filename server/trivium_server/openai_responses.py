@@ -106,10 +106,20 @@ def _message(item: Mapping[str, Any], i: int) -> list[Object]:
         function = {"name": item.get("name"), "arguments": item.get("arguments")}
         return [{"role": "assistant", "tool_calls": [{"id": item.get("call_id"), "type": "function", "function": function}]}]
     if kind == "function_call_output":
-        return [{"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")}]
+        return [{"role": "tool", "tool_call_id": item.get("call_id"), "content": _output(item.get("output"), i)}]
     if kind == "reasoning":
         return []
     raise bad(f"input[{i}] has the type {kind!r}; possible are message, function_call, function_call_output and reasoning", "input")
+
+
+def _output(output: Any, i: int) -> Any:
+    """What a function gave: a text, or parts with texts and images."""
+    if not isinstance(output, list):
+        return output
+    kinds = [part.get("type") if isinstance(part, Mapping) else None for part in output]
+    if wrong := [kind for kind in kinds if kind not in (*_TEXTS, "input_image")]:
+        raise bad(f"input[{i}].output has a part of the type {wrong[0]!r}; possible are input_text and input_image", "input")
+    return [_part(part, i) for part in output]
 
 
 def _part(part: Any, i: int) -> Any:

@@ -17,17 +17,22 @@ from trivium_server.faults import bad
 from trivium_server.http import Call, Route
 from trivium_server.models import Served
 from trivium_server.openai_types import Object, Usage, new_id
+from trivium_server.truncation import Truncation, truncated
 from trivium_server.work import embedded
 
 
+_IMAGES = frozenset({"image", "image_url", "images"})
 Text = Annotated[str, Meta(min_length=1)]
 
 
 class _Compared(Struct, kw_only=True):
-    """pooling: last, mean or cls; by default as the model was made for. A cross-encoder pools nothing."""
+    """pooling: last, mean or cls; by default as the model was made for. A cross-encoder pools nothing. truncate_prompt_tokens: so
+    many of the last tokens of each text are read, special tokens included, or of each pair, whose query stays whole; -1: as many as
+    the model can."""
 
     model: str | None = None
     pooling: Annotated[str, Meta(pattern="^(last|mean|cls)$")] | None = None
+    truncate_prompt_tokens: Truncation = None
     priority: int | None = None
     cache_salt: str | None = None
     timeout: float | None = None
@@ -102,8 +107,6 @@ async def _compare(call: Call, body: _Compared, ones: Sequence[str], others: Seq
     if count > call.app.settings.max_prompts:
         raise bad(f"{count} texts are more than {call.app.settings.max_prompts}")
     served = await call.use(body.model, body)
-    for text in (*ones, *others):
-        served.check_length(text)
     judge = _judged if served.llm.cross_encoder else _cosines
     outputs, scores = await judge(call, served, body, ones, others)
     tokens = sum(len(output.prompt_token_ids) for output in outputs)
@@ -118,7 +121,8 @@ async def _judged(
     if body.pooling is not None:
         raise bad("this model reads pairs of texts and makes one number of each: there is nothing to pool", "pooling")
     pairs = list(zip(ones if len(ones) > 1 else [*ones] * len(others), others, strict=True))
-    outputs = await embedded(served, pairs, PoolingParams(), call.options(body), call.app.meters)
+    read = await truncated(served, pairs, body.truncate_prompt_tokens)
+    outputs = await embedded(served, read, PoolingParams(), call.options(body), call.app.meters)
     numbers: list[Any] = [output.embedding for output in outputs]
     return outputs, [(1 + math.tanh(float(number[0]) / 2)) / 2 for number in numbers]  # which no number is too large for
 
@@ -127,7 +131,8 @@ async def _cosines(
     call: Call, served: Served, body: _Compared, ones: Sequence[str], others: Sequence[str]
 ) -> tuple[list[RequestOutput], list[float]]:
     pooling = PoolingParams(pooling=body.pooling, normalize=True)
-    outputs = await embedded(served, [*ones, *others], pooling, call.options(body), call.app.meters)
+    read = await truncated(served, [*ones, *others], body.truncate_prompt_tokens)
+    outputs = await embedded(served, read, pooling, call.options(body), call.app.meters)
     vectors: list[Any] = [output.embedding for output in outputs]
     first = vectors[: len(ones)] if len(ones) > 1 else vectors[:1] * len(others)
     pairs = zip(first, vectors[len(ones) :], strict=True)
@@ -144,6 +149,8 @@ async def rerank(call: Call, body: RerankRequest) -> Ranking:
 
 
 def _text(document: str | Object, i: int) -> str:
+    if not isinstance(document, str) and (shown := _IMAGES & document.keys()):
+        raise bad(f"documents[{i}] has {min(shown)}: images can't be compared here, texts only", "documents")
     text = document if isinstance(document, str) else document.get("text")
     if not isinstance(text, str) or not text:
         raise bad(f"documents[{i}] has no text", "documents")

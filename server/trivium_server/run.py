@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import socket
@@ -16,16 +17,32 @@ from urllib.parse import urlsplit
 
 import uvicorn
 from trivium import AsyncLLM
+from trivium.errors import NoCacheError
 
 from trivium_server.app import App
 from trivium_server.models import Models, Slot
 from trivium_server.protocol import configured
 from trivium_server.settings import Settings
 
+_log = logging.getLogger("trivium.server")
+
 
 def slots(models: Iterable[tuple[str, str]], options: dict[str, Any]) -> list[Slot]:
-    """Of (name, model) of each; options: of AsyncLLM."""
-    return [Slot(name, partial(AsyncLLM, model, **options)) for name, model in models]
+    """Of (name, model) of each; options: of AsyncLLM. Several models share them, so that those about the KV cache are then for the
+    models that have one."""
+    found = list(models)
+    load = AsyncLLM if len(found) == 1 else _load_beside
+    return [Slot(name, partial(load, model, **options)) for name, model in found]
+
+
+def _load_beside(model: str, **options: Any) -> AsyncLLM:
+    """One of several models, without what its kind has no use for; the log says so."""
+    try:
+        return AsyncLLM(model, **options)
+    except NoCacheError as error:
+        unused = error.param
+        _log.warning("%s; it is for the other models alone", error)
+    return _load_beside(model, **{name: value for name, value in options.items() if name != unused})
 
 
 class _Server(uvicorn.Server):

@@ -31,13 +31,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_every_command_of_the_document_runs(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     monkeypatch.chdir(folder)
-    assert len(COMMANDS) == 6
+    assert len(COMMANDS) == 9
     for command in COMMANDS:
         name, *argv = shlex.split(command)
         small = ["--window", "64", "--max-windows", "3"] if argv[0] == "eval" else ["--window", "32", "--windows", "4"]
         assert name == "trivium" and main([*argv, *small]) == 0, command
         assert capsys.readouterr().out.strip()
     made = {"my-model-int4", "my-model-int4.gguf", "my-model-sparse", "my-model-sparse-int4", "report.html"}
+    made |= {"my-folder-int4", "my-folder", "my-file.gguf"}
     assert made <= {path.name for path in folder.iterdir()}
 
 

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 from encoder_cases import encoder, hidden_of, logits_of
 from trivium_compress import Calibration, Recipe, quantise
+from trivium_compress.evaluate import Material, Side, evaluate
 
 from trivium import LLM
+from trivium.errors import UnsupportedError
 
 pytestmark = pytest.mark.oracles
 TEXT = "the quick brown fox"
@@ -38,3 +40,13 @@ def test_a_cross_encoder_in_8_bits_keeps_its_scores(tmp_path: Path) -> None:
         (found,) = llm.score([(TEXT, "a lazy dog")])
     want = 1 / (1 + math.exp(-logits_of(model, words, TEXT, "a lazy dog").item()))
     assert found == pytest.approx(want, abs=0.01) and found != pytest.approx(want, abs=1e-7)
+
+
+@pytest.mark.parametrize("against", [False, True])
+def test_an_encoder_is_not_evaluated_and_the_reason_is_what_it_is(tmp_path: Path, against: bool) -> None:
+    encoder("bert", tmp_path / "bert")
+    (tmp_path / "text.txt").write_text(f"{TEXT} jumps over the lazy dog. " * 40)
+    side = Side(str(tmp_path / "bert"), {"progress": False})
+    with pytest.raises(UnsupportedError, match="reads whole texts and foretells no tokens") as refused:
+        evaluate(side, Material(tmp_path / "text.txt"), side if against else None)
+    assert refused.value.param == "model"

@@ -10,7 +10,7 @@ import pytest
 from encoder_cases import CASES, SIZES, encoder, hidden_of, logits_of, seeded, tokenizer_of, write_modules, write_tokenizer
 
 from trivium import LLM, PoolingParams
-from trivium.errors import CheckpointError, ContextLengthError, InvalidRequestError, UnsupportedError
+from trivium.errors import CheckpointError, ContextLengthError, InvalidRequestError, NoCacheError, UnsupportedError
 
 pytestmark = pytest.mark.oracles
 pytest.importorskip("transformers")
@@ -258,3 +258,25 @@ def test_a_prompt_is_embedded_by_the_backend_that_computes_prompts(tmp_path):
     model, tokenizer = encoder("bert", tmp_path)
     with opened(tmp_path, "reference", prefill="torch:cpu") as llm:
         close(vectors(llm, TEXTS[:2], "cls"), [hidden_of(model, tokenizer, text)[0] for text in TEXTS[:2]])
+
+
+CACHED = {
+    "speculative": {"method": "ngram"}, "kv_host_bytes": 1 << 20, "kv_disk_path": "pages", "enable_prefix_caching": True,
+    "block_size": 16, "num_kv_blocks": 8,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("option", CACHED)
+def test_an_option_of_the_cache_that_an_encoder_lacks_is_refused_by_name(option, tmp_path, monkeypatch):
+    encoder("bert", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(NoCacheError, match=f"without a KV cache: leave {option} out") as refused:
+        opened(tmp_path, **{option: CACHED[option]})
+    assert (refused.value.param, refused.value.code) == (option, "no_cache")
+    assert not (tmp_path / "pages").exists()
+
+
+def test_an_encoder_takes_what_turns_the_cache_off(tmp_path):
+    encoder("bert", tmp_path)
+    with opened(tmp_path, enable_prefix_caching=False, kv_host_bytes=0, speculative=None) as llm:
+        assert len(llm.embed(TEXTS)) == len(TEXTS)

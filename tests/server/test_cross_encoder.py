@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import math
+from contextlib import closing
 
 import pytest
 from encoder_cases import encoder, hidden_of, logits_of
 from http_server import AUTH, running
+from trivium_server.run import slots
+
+from trivium.errors import NoCacheError
 
 pytestmark = pytest.mark.http
 QUERY, TEXTS = "the quick fox", ["Paris is the capital of France.", "the quick brown fox jumps", "dog " * 20, "a"]
@@ -70,3 +74,17 @@ def test_embeddings_of_an_encoder_over_http(tmp_path):
         assert http.post("/api/show", json={"model": "tiny"}).json()["capabilities"] == ["embedding"]
         first = http.post("/v1/rerank", json={"query": TEXTS[1], "documents": TEXTS}).json()["results"][0]
         assert first["index"] == 1 and first["relevance_score"] == pytest.approx(1.0, abs=1e-5)
+
+
+def test_models_beside_an_encoder_keep_their_cache_options(folder, tmp_path, caplog):
+    encoder("bert", tmp_path)
+    options = {"backend": "reference", "dtype": "float32", "progress": False, "block_size": 4, "kv_host_bytes": 1 << 16}
+    alone = slots([("judge", str(tmp_path))], options)[0]
+    with pytest.raises(NoCacheError, match="leave kv_host_bytes out"):
+        alone.load()
+    chat, judge = (slot.load() for slot in slots([("chat", str(folder)), ("judge", str(tmp_path))], options))
+    with closing(chat), closing(judge):
+        assert (chat.loaded.kv_spec.page_size, chat.engine.kv.tiers is None) == (4, False)
+        assert judge.engine.kv.tiers is None
+    said = [record.message for record in caplog.records if record.name == "trivium.server"]
+    assert ["kv_host_bytes" in line for line in said] == [True, False] and "block_size" in said[1]

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import base64
+import json
+import struct
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from http_server import AUTH, CHATS, Running, running
-from vision_cases import make_vision_model, oracle_inputs, oracle_processor, photo, png
+from vision_cases import make_seeing_checkpoint, make_vision_model, oracle_inputs, oracle_processor, photo, png
 
 httpx = pytest.importorskip("httpx")
 pytest.importorskip("uvicorn")
@@ -100,13 +103,118 @@ def test_what_is_no_image_in_itself_is_refused(server: Running, part: dict[str, 
     assert "root:" not in answer.text
 
 
-def test_anthropic_sources_by_address_and_images_in_results_are_refused(server: Running) -> None:
+def test_anthropic_sources_by_address_are_refused_in_results_too(server: Running) -> None:
     for source in ({"type": "url", "url": "http://127.0.0.1:1/a.png"}, {"type": "file", "file_id": "x"}, None, "x"):
         said = [{"role": "user", "content": [{"type": "image", "source": source}, ASK]}]
         assert post(server, "/v1/messages", {"messages": said, "max_tokens": 2}).status_code == 400
-    result = {"type": "tool_result", "tool_use_id": "a", "content": [{"type": "image", "source": {}}]}
-    said = [{"role": "user", "content": [result]}]
-    assert post(server, "/v1/messages", {"messages": said, "max_tokens": 2}).status_code == 400
+        result = {"type": "tool_result", "tool_use_id": "a", "content": [{"type": "image", "source": source}]}
+        answer = post(server, "/v1/messages", {"messages": [{"role": "user", "content": [result]}], "max_tokens": 2})
+        assert answer.status_code == 400 and "content[0].content[0].source" in answer.json()["error"]["message"]
+
+
+SEEN = [{"role": "user", "content": [ASK]}, {"role": "tool", "content": [{"type": "text", "text": "see:"}, URL]}]
+
+
+def of_dialects() -> dict[str, dict[str, Any]]:
+    """A tool's result with a text and a picture, by path, as the dialects have it."""
+    source = {"type": "base64", "media_type": "image/png", "data": DATA}
+    blocks = [{"type": "text", "text": "see:"}, {"type": "image", "source": source}]
+    given = {"type": "tool_result", "tool_use_id": "a", "content": blocks}
+    parts = [{"type": "input_text", "text": "see:"}, {"type": "input_image", "image_url": URL["image_url"]["url"]}]
+    output = {"type": "function_call_output", "call_id": "a", "output": parts}
+    greedy = {"temperature": 0}
+    first = [{"role": "user", "content": [ASK]}]
+    return {
+        CHATS: {"messages": SEEN, "max_completion_tokens": 8, **GREEDY},
+        "/v1/messages": {"messages": [*first, {"role": "user", "content": [given]}], "max_tokens": 8, **greedy},
+        "/v1/responses": {"input": [*first, output], "max_output_tokens": 8, **greedy},
+    }
+
+
+def test_pictures_in_the_results_of_tools_are_seen_in_every_dialect(server: Running) -> None:
+    chat = [SEEN[0], {"role": "tool", "content": [{"type": "text", "text": "see:"}, {"type": "image", "image": PICTURE}]}]
+    want = oracle_inputs(oracle_processor(), chat)["input_ids"].shape[1]
+    chats, messages, responses = (post(server, path, body).json() for path, body in of_dialects().items())
+    used = messages["usage"]
+    assert chats["usage"]["prompt_tokens"] == responses["usage"]["input_tokens"] == want
+    assert used["input_tokens"] + used["cache_read_input_tokens"] == want
+    texts = [
+        chats["choices"][0]["message"]["content"],
+        messages["content"][0]["text"],
+        responses["output"][0]["content"][0]["text"],
+    ]
+    assert len(set(texts)) == 1 and texts[0]
+
+
+@pytest.mark.parametrize(("path", "wrong"), [
+    ("/v1/messages", {"type": "tool_result", "tool_use_id": "a", "content": [{"type": "document", "source": {}}]}),
+    ("/v1/responses", {"type": "function_call_output", "call_id": "a", "output": [{"type": "input_file", "file_id": "x"}]}),
+])  # fmt: skip
+def test_other_kinds_in_results_are_refused_by_name(server: Running, path: str, wrong: dict[str, Any]) -> None:
+    said = {"messages": [{"role": "user", "content": [wrong]}], "max_tokens": 2} if "messages" in path else {"input": [wrong]}
+    answer = post(server, path, said)
+    kind = (wrong.get("content") or wrong.get("output"))[0]["type"]
+    assert answer.status_code == 400 and repr(kind) in answer.json()["error"]["message"], answer.text
+
+
+def test_a_template_that_does_not_show_a_tool_s_picture_is_a_refusal(tmp_path: Path) -> None:
+    make_seeing_checkpoint(tmp_path)
+    words = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    part = "{{ '<image>' if part.type == 'image' else part.text }}"
+    deaf = "{% for m in messages if m.role != 'tool' %}{% for part in m.content %}" + part + "{% endfor %}{% endfor %}"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**words, "chat_template": deaf}))
+    with running(tmp_path, loading={"num_kv_blocks": 100}) as server:
+        answer = post(server, CHATS, {"messages": SEEN, "max_completion_tokens": 2})
+        assert answer.status_code == 400 and "must show the images of every role" in answer.json()["error"]["message"]
+
+
+def claim(width: int, height: int) -> dict[str, Any]:
+    """A picture that says its size and has no pixels."""
+    chunks = [(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)), (b"IDAT", b""), (b"IEND", b"")]
+    body = b"".join(struct.pack(">I", len(d)) + n + d + struct.pack(">I", zlib.crc32(n + d)) for n, d in chunks)
+    data = base64.b64encode(b"\x89PNG\r\n\x1a\n" + body).decode()
+    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
+
+
+def test_pixels_of_all_pictures_together_are_bounded_before_any_is_unpacked(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def show(*parts: dict[str, Any]) -> Any:
+        said = [{"role": "user", "content": [part]} for part in parts]
+        return post(server, CHATS, {"messages": said, "max_completion_tokens": 2})
+
+    read: list[Any] = []
+    monkeypatch.setattr("trivium_families.vision.parts.read", lambda *given: read.append(given))
+    answer = show(URL, claim(7000, 7000), claim(4000, 4000))
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "messages" and not read
+    assert f"{64 * 50 + 49_000_000 + 16_000_000} pixels together" in answer.json()["error"]["message"]
+    answer = show(*[URL] * 65)
+    assert answer.status_code == 400 and "65 images are more than the 64" in answer.json()["error"]["message"] and not read
+    monkeypatch.undo()
+    answer = show(claim(7000, 7000))  # few enough, but then there are none
+    assert answer.status_code == 400 and "pixels together" not in answer.json()["error"]["message"]
+
+
+def test_the_operator_decides_how_many_pixels_there_may_be(tmp_path: Path) -> None:
+    with running(make_seeing_checkpoint(tmp_path), loading={"num_kv_blocks": 200}, max_image_pixels=2 * 64 * 50) as server:
+        for count, status in ((2, 200), (3, 400)):
+            chat = {"messages": [{"role": "user", "content": [*[URL] * count, ASK]}], "max_completion_tokens": 2}
+            assert post(server, CHATS, chat).status_code == status
+        said = [{"role": "user", "content": "x", "images": [DATA] * 3}]
+        assert "9600 pixels" in post(server, "/api/chat", {"messages": said}).json()["error"]
+        source = {"type": "base64", "media_type": "image/png", "data": DATA}
+        body = {"messages": [{"role": "user", "content": [{"type": "image", "source": source}] * 3}]}
+        assert "9600 pixels" in post(server, "/v1/messages/count_tokens", body).json()["error"]["message"]
+
+
+@pytest.mark.parametrize(("path", "body", "param"), [
+    ("/api/embed", {"input": "a", "images": [DATA]}, "images"), ("/api/embeddings", {"prompt": "a", "images": [DATA]}, "images"),
+    ("/v1/rerank", {"query": "a", "documents": [{"text": "b", "image": DATA}]}, "documents"),
+])  # fmt: skip
+def test_images_that_would_be_ignored_are_refused_by_name(server: Running, path: str, body: dict[str, Any], param: str) -> None:
+    answer = post(server, path, body)
+    assert answer.status_code == 400 and "texts only" in answer.text and param in answer.text
+    assert post(server, "/api/embed", {"input": "a", "images": []}).status_code == 200
 
 
 @pytest.mark.parametrize("images", ["abc", [5], [None], ["%%"], [""], ["AAAA"]])

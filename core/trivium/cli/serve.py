@@ -31,7 +31,7 @@ def _add_more_loading(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("loading for a server")
     group.add_argument("--kv-cache-dtype", default="auto", metavar="FORMAT", help="of the KV cache (default: what loses nothing)")
     caching = argparse.BooleanOptionalAction
-    group.add_argument("--enable-prefix-caching", action=caching, default=True, help="pages are shared between requests (default)")
+    group.add_argument("--enable-prefix-caching", action=caching, default=None, help="pages are shared between requests (default)")
     group.add_argument("--seed", type=number(int, 0), metavar="N", help="of requests without one: they repeat from run to run")
     for flag in ("--tool-call-parser", "--reasoning-parser"):
         group.add_argument(flag, default="auto", metavar="NAME", help="see docs/chat.md; none: not at all (default: auto)")
@@ -67,6 +67,8 @@ def _add_serving(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--split", action="append", metavar="NAME=MODEL:WEIGHT,...", help=split)
     group.add_argument("--key-metrics", action="store_true", help="/metrics counts requests and tokens by name of the key")
     group.add_argument("--max-body", type=number(int, 1), default=32 << 20, metavar="BYTES", help="largest body (default: 32 MiB)")
+    pixels = "of all images of a prompt together (default: 64 million)"
+    group.add_argument("--max-image-pixels", type=number(int, 1), default=64_000_000, metavar="N", help=pixels)
     group.add_argument("--batch-dir", type=Path, metavar="FOLDER", help="keeps files and batches here (default: there are none)")
     group.add_argument("--batch-parallel", type=number(int, 1), default=32, metavar="N", help="requests of batches at a time (32)")
     group.add_argument("--max-upload", type=number(int, 1), default=200 << 20, metavar="BYTES", help="largest file (200 MiB)")
@@ -99,7 +101,7 @@ def serve(args: argparse.Namespace) -> int:
     if not args.model:
         raise UsageError("trivium serve: name a MODEL, here or as model: in --config FILE")
     settings = Settings(
-        keys=_keys(args), origins=tuple(args.allowed_origins or ()), max_body=args.max_body,
+        keys=_keys(args), origins=tuple(args.allowed_origins or ()), max_body=args.max_body, max_image_pixels=args.max_image_pixels,
         request_timeout=args.request_timeout, shutdown_timeout=args.shutdown_timeout, timings=args.request_metrics,
         vllm_metrics=args.vllm_metrics, otlp_endpoint=args.otlp_endpoint, batch_dir=args.batch_dir,
         batch_parallel=args.batch_parallel, max_upload=args.max_upload, batch_storage=args.batch_storage,

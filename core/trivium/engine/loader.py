@@ -12,7 +12,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from trivium.errors import CapacityError, CheckpointError, InvalidRequestError, UnsupportedError
+from trivium.errors import CapacityError, CheckpointError, InvalidRequestError, NoCacheError, UnsupportedError
 from trivium.engine.adapters import Adapters
 from trivium.engine.executor import Model
 from trivium.engine.media import Images
@@ -35,6 +35,8 @@ STEP_TOKENS = 512
 """max_num_batched_tokens when it is not given, unless the backend's limit is lower."""
 TOWER_TOKENS = 2048
 """Patches a step of a vision tower: as many whole tiles, one at least."""
+CACHED = ("speculative", "kv_host_bytes", "kv_disk_path", "enable_prefix_caching", "block_size", "num_kv_blocks")
+"""What LLM takes that is about the KV cache, and so is refused with NoCacheError where a model reads whole texts and has none."""
 _SAMPLE_FORMATS = ("float32", "float16", "bfloat16")
 
 
@@ -43,8 +45,8 @@ class LoadOptions:
     """How to load. None or "auto": chosen and reported. `dtype`: every weight resident in that float type. `quantize`: resident
     format of the projections, also by part: "int4,lm_head=int4_asym,embedding=int8"; rounds what is quantised already, too.
     `block_size`: tokens a page. `num_kv_blocks`: pages in the pool, over all groups. `num_speculative_tokens`: further rows that
-    each sequence may want in a step. `enable_lora`: adapters can be loaded, up to `max_lora_rank`; sequences that run have at most
-    `max_loras` different ones."""
+    each sequence may want in a step. `cached`: those of CACHED that were asked for. `enable_lora`: adapters can be loaded, up to
+    `max_lora_rank`; sequences that run have at most `max_loras` different ones."""
 
     dtype: str = "auto"
     quantize: str | None = None
@@ -56,6 +58,7 @@ class LoadOptions:
     max_model_len: int | None = None
     num_speculative_tokens: int = 0
     strict: bool = False
+    cached: tuple[str, ...] = ()
     enable_lora: bool = False
     max_loras: int = 4
     max_lora_rank: int = 16
@@ -174,11 +177,10 @@ def plan(
     if count(checkpoint.config, "type_vocab_size", 1) > 1 and checkpoint.config.get("sep_token_id") is None:
         checkpoint.config["sep_token_id"] = Tokenizer.from_data(checkpoint.tokenizer_data()).separator_id
     traced = traced or build(checkpoint.config, max_model_len=max_model_len)
-    if chosen.api_version < 2:
-        traced = traced.only("logits")
-    targets: Sequence[Target] = ()
-    if options.enable_lora:
-        traced, targets = with_lora(traced, options.max_loras, options.max_lora_rank)
+    if options.cached and not traced.states:
+        raise NoCacheError(f"{model} reads whole texts, without a KV cache: leave {options.cached[0]} out", param=options.cached[0])
+    traced = traced.only("logits") if chosen.api_version < 2 else traced
+    traced, targets = with_lora(traced, options.max_loras, options.max_lora_rank) if options.enable_lora else (traced, ())
     kernels = kernels_of(chosen, device)
     pooling = own_pooling(checkpoint.config["architectures"][0], checkpoint.modules, whole=not traced.states)
     p = Plan(path, checkpoint, chosen, device, capabilities, traced, traced, (), max_model_len, targets, pooling, options, vision)

@@ -82,11 +82,11 @@ def _open(path: Path) -> Checkpoint:
     if not path.exists():
         raise CheckpointError(f"{path} does not exist")
     suffixes = [f".{suffix}" for suffix in installed("checkpoint")]
-    if path.is_file() and path.suffix in suffixes:
+    if path.is_file() and path.suffix.lower() in suffixes:
         return _open_file(path)
     if any(path.glob("*.safetensors")) or any(path.glob("*.safetensors.index.json")):
         return _open_folder(path)
-    files = sorted(p for p in path.glob("*") if p.suffix in suffixes)
+    files = sorted(p for p in path.glob("*") if p.suffix.lower() in suffixes)
     if len(files) == 1:
         return _open_file(files[0])
     if files:
@@ -103,7 +103,7 @@ def _open(path: Path) -> Checkpoint:
 
 def _open_file(path: Path) -> Checkpoint:
     """A model in one file, read by the plugin for its suffix, which is to blame for whatever goes wrong in it later, too."""
-    read, what = find("checkpoint", path.suffix.removeprefix("."))
+    read, what = find("checkpoint", path.suffix.lower().removeprefix("."))
     blamed = blame(what)
 
     def tokenizer() -> Json:

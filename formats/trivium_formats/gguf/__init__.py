@@ -13,13 +13,13 @@ from trivium.weights.checkpoint import Checkpoint, Json
 
 from trivium_formats.gguf.file import GGUFFile
 from trivium_formats.gguf.models import (
-    LAYER, OUTER, Config, Floats, GGUFModel, Keys, Writing, map_names, read_config, token_ids,
+    LAYER, OUTER, Change, Config, Floats, GGUFModel, Keys, Writing, map_names, read_config, token_ids,
 )  # fmt: skip
 from trivium_formats.gguf.tokenizer import describe_vocabulary, read_vocabulary
 
 __all__ = [
-    "LAYER", "OUTER", "Config", "Floats", "GGUFFile", "GGUFModel", "Keys", "Writing", "describe_vocabulary", "map_names",
-    "open_file", "read_vocabulary",
+    "LAYER", "OUTER", "Change", "Config", "Floats", "GGUFFile", "GGUFModel", "Keys", "Writing", "describe_vocabulary",
+    "map_names", "open_file", "read_vocabulary",
 ]  # fmt: skip
 
 

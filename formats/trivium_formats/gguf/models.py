@@ -20,6 +20,8 @@ from trivium_formats.gguf.file import GGUFFile
 
 Config = dict[str, Any]
 Floats = npt.NDArray[np.float32]
+Change = Callable[[str, Floats, Config], Floats]
+"""(canonical name, numbers float32 of rows that are whole heads, configuration) -> the numbers on the other side."""
 
 OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 LAYER = {
@@ -170,15 +172,18 @@ def _rope_scaling(keys: Keys) -> Config | None:
 
 
 class Writing(NamedTuple):
-    """How a folder becomes a file of this architecture. classes: those of config.json that are written so. keys: metadata beyond
-    what decoders have in common, without the architecture's name, from the flattened configuration. change: (canonical name,
-    numbers float32 of rows that are whole heads, configuration) -> the numbers of the file. alike: what the configuration of the
-    file says otherwise because of `change`, as the folder's has it."""
+    """How a folder becomes a file of this architecture, and such a file a folder. classes: those of config.json that are written
+    so; the first is what a file becomes. keys: metadata beyond what decoders have in common, without the architecture's name, from
+    the flattened configuration. change: the numbers of the file; back: those of the folder again. alike: what the configuration of
+    the file says otherwise because of `change`, as the folder's has it. config: keys of config.json beyond those that are read, or
+    otherwise, from what is read of a file."""
 
     classes: tuple[str, ...]
     keys: Callable[[Config], Config] = lambda config: {}
-    change: Callable[[str, Floats, Config], Floats] | None = None
+    change: Change | None = None
     alike: Mapping[str, Any] = {}
+    back: Change | None = None
+    config: Callable[[Config], Config] = lambda config: {}
 
 
 class GGUFModel(NamedTuple):
