@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -169,7 +168,7 @@ def _candidates(want: Call, program: CallGraph, match: Match) -> list[Call]:
     bound = [v for v in (match.values.get(a) for a in want.args if a is not None) if v is not None]
     readers = min((program.readers.get(v, []) for v in bound), key=len, default=[])
     start = program.position[next(iter(match.calls.values()))]
-    return heapq.nsmallest(NEAREST, readers, key=lambda c: (abs(program.position[c] - start), program.position[c]))
+    return sorted(readers, key=lambda c: (abs(program.position[c] - start), program.position[c]))[:NEAREST]
 
 
 def _bind(graph: PatternGraph, want: Call, call: Call, args: Sequence[Value | None], match: Match) -> Match | None:
