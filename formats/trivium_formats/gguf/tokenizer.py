@@ -21,6 +21,7 @@ _ROLES = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "paddi
 _ENDS = ("eot", "eom")  # of turn and of message
 _KINDS = ("gpt2", "llama", "gemma4")  # the first is byte-level, the others are SentencePiece's
 _MARK = "\0"
+_BLOCK = 1024  # merges that are checked at a time: what they are cut into is gone before it leaves the processor's cache
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6  # values of `tokenizer.ggml.token_type`
 
 # How each byte-level vocabulary cuts text into words before merging, by the name that files carry (`tokenizer.ggml.pre`). The
@@ -112,7 +113,8 @@ class Words:
     def check(self) -> None:
         """CheckpointError unless each merge has two parts, which are tokens and make one."""
         listed = self.found.get("merges", ())
-        if self._merges_checked or _are_merges(listed, self.vocab):
+        blocks = (listed[start : start + _BLOCK] for start in range(0, len(listed), _BLOCK))
+        if self._merges_checked or all(_are_merges(block, self.vocab) for block in blocks):
             self._merges_checked = True
             return
         for i, merge in enumerate(listed):
