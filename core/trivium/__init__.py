@@ -39,7 +39,10 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'trivium' has no attribute {name!r}")
     from importlib import import_module
 
-    module = import_module(home)
+    from trivium.collector import paused
+
+    with paused():
+        module = import_module(home)
     return module if home == f"trivium.{name}" else getattr(module, name)
 
 

@@ -18,7 +18,8 @@ from trivium.engine import Engine, EngineConfig, PoolingParams, RequestOutput
 from trivium.engine.adapters import enabled
 from trivium.engine.loader import CACHED, LoadOptions, load
 from trivium.engine.pooling import CLASSIFIER, likelihood, relevance, text_pair
-from trivium.engine.speculation import Drafter, HeadDrafter, ModelDrafter, Speculative
+from trivium.engine.speculation.drafter import Drafter, Speculative
+from trivium.engine.speculation.model import HeadDrafter, ModelDrafter
 from trivium.errors import BackendError, ClosedError, InvalidRequestError, UnsupportedError
 from trivium.models import build
 from trivium.ops import Span
@@ -154,8 +155,7 @@ class Opened(ABC):
         draft = load(wanted.model or target.name, wanted.backend, own, progress=report, traced=traced)
         opened.callback(draft.close)
         if (draft.vocab_size, draft.tokenizer.tokens()) != (target.vocab_size, target.tokenizer.tokens()):
-            message = f"speculative: the draft model {draft.name} has another vocabulary than {target.name}"
-            raise UnsupportedError(message, param="speculative")
+            raise UnsupportedError(f"the draft model {draft.name} has another vocabulary than {target.name}", param="speculative")
         limits = draft.max_num_seqs, draft.max_num_batched_tokens
         return ModelDrafter(draft, *limits) if traced is None else HeadDrafter(draft, draft.inlet, *limits)
 

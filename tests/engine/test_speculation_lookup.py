@@ -6,8 +6,8 @@ from collections import Counter
 
 from hypothesis import given
 from hypothesis import strategies as st
-from trivium.engine.speculation import Ask, NgramDrafter, SuffixDrafter
 from trivium.engine.speculation import drafter as module
+from trivium.engine.speculation.drafter import Ask, NgramDrafter, SuffixDrafter
 from trivium.sampling import SamplerState, SamplingParams
 from trivium.sched import Sequence
 

@@ -14,7 +14,8 @@ from installed_backends import exact
 from tiny_checkpoints import byte_tokenizer
 from trivium import LLM, SamplingParams
 from trivium.engine import Engine, RequestState
-from trivium.engine.speculation import ModelDrafter, Speculative
+from trivium.engine.speculation.drafter import Speculative
+from trivium.engine.speculation.model import ModelDrafter
 
 pytestmark = pytest.mark.oracles
 

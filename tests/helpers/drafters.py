@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterable, Sequence
 
 from fake_model import VOCAB
-from trivium.engine.speculation import Ask, Drafter
+from trivium.engine.speculation.drafter import Ask, Drafter
 
 
 class Knowing(Drafter):

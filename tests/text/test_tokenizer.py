@@ -190,6 +190,14 @@ def test_merges_that_cannot_be_are_found_before_a_text_is_encoded(merges: list[s
         tokenizer.encode("ab")
 
 
+def test_merges_of_tokens_that_are_control_characters_are_counted_as_any() -> None:
+    tokens = ["a", "b", "c", "\0", "ab", "ab\0", "c\0", "\0c"]
+    vocabulary = MERGING | {"tokens": tokens, "token_type": [1] * len(tokens)}
+    Tokenizer.from_data(gguf_data(**vocabulary, merges=["a b", "ab \0"])).check()
+    with pytest.raises(CheckpointError, match="merge 0"):
+        Tokenizer.from_data(gguf_data(**vocabulary, merges=["a b \0 c", "\0", "c"])).check()
+
+
 @pytest.mark.parametrize(
     "data", [byte_level_gguf(), sentencepiece_gguf(), sentencepiece_gguf(model="llama")], ids=["bytes", "gemma", "llama"]
 )

@@ -18,7 +18,7 @@ loaded = []
 def fails(): raise ImportError("libvendor.so: no such file")
 found = [Extension("broken", fails), Extension("torch_npu", fails), Extension("fine", lambda: loaded.append(1))]
 import trivium_torch.loading as loading
-loading.entry_points = lambda group: found if group == "torch.backends" else []
+m.entry_points = lambda group: found if group == "torch.backends" else []
 """
 
 
@@ -47,8 +47,15 @@ def test_reasons_name_what_is_missing():
     assert broken == "ImportError: libvendor.so: no such file" and "libascendcl.so" in npu and fine == ""
 
 
-@pytest.mark.parametrize("backend", ["trivium_torch.plugin.TorchBackend", "trivium_cuda.plugin.CudaBackend"])
+@pytest.mark.parametrize("backend", ["trivium_torch.plugin.TorchBackend()", "trivium_cuda.plugin.CudaBackend(lambda: ())"])
 def test_backends_that_look_for_devices_first_take_torch_from_nobody(backend):
-    module, name = backend.rsplit(".", 1)
+    module = backend.rpartition(".")[0]
     pytest.importorskip(module)
-    assert run(f"from {module} import {name}; {name}().probe(); print('torch' in sys.modules, loaded)") == "True [1]"
+    assert run(f"import {module}; {backend}.probe(); print('torch' in sys.modules, loaded)") == "True [1]"
+
+
+def test_without_its_driver_the_cuda_backend_imports_no_torch():
+    pytest.importorskip("trivium_cuda.plugin")
+    code = "import trivium_cuda.plugin as p; p.DRIVER = 'libno-such-driver.so'; found = p.CudaBackend().probe(); "
+    devices, reason, imported = ast.literal_eval(run(code + "print((found.devices, found.reason, 'torch' in sys.modules))"))
+    assert devices == () and "no driver" in reason and "libno-such-driver.so" in reason and not imported

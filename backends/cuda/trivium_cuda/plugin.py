@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from trivium.errors import InvalidRequestError, UnsupportedError
 from trivium.plugin import Backend, Capabilities, Device, Kernel, Probe, Session, hookimpl
 from trivium_cuda import formats
-from trivium_torch.loading import import_torch
+from trivium_torch.loading import import_torch, missing
 from trivium_torch.plugin import TorchBackend
 
 if TYPE_CHECKING:
     from trivium_cuda.device import DeviceApi
+
+
+DRIVER = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
+"""What the driver installs and everything that uses a device loads."""
 
 
 class CudaBackend(TorchBackend):
@@ -32,13 +37,16 @@ class CudaBackend(TorchBackend):
         self._apis: Sequence[DeviceApi] = ()
 
     def probe(self) -> Probe:
+        """Without a driver there are no devices: torch, which takes a second to import, is not asked then."""
+        if self._find is None and (reason := missing(DRIVER)):
+            return Probe((), f"no driver for CUDA devices is installed ({reason})")
         for package in ("torch", "triton"):
             try:
                 import_torch()  # without the extensions of other vendors that are broken here
                 __import__(package)
             except ModuleNotFoundError as e:
-                missing = f"{package} is not installed: pip install trivium[cuda]"
-                return Probe((), missing if e.name == package else f"{package}: {e}")
+                absent = f"{package} is not installed: pip install trivium[cuda]"
+                return Probe((), absent if e.name == package else f"{package}: {e}")
             except (ImportError, OSError) as e:
                 return Probe((), f"{package} can't be imported: {e}")
         from trivium_cuda import device

@@ -13,7 +13,10 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from importlib.metadata import EntryPoint, entry_points
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 _AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 _LOCK = threading.Lock()
@@ -28,6 +31,8 @@ def import_torch() -> None:
     with _LOCK:
         if "torch" in sys.modules:
             return
+        from importlib.metadata import entry_points  # slow to import, and a backend without its driver does not get here
+
         wanted = os.environ.get(_AUTOLOAD, "1") == "1"
         with _without_extensions():
             import torch  # noqa: F401

@@ -49,7 +49,7 @@ def add_run(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Answers the prompt, or chats; 130 if the one answer was interrupted."""
-    from trivium.api import LLM
+    from trivium import LLM
 
     names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "stop", "max_tokens", "ignore_eos")
     chosen = {name: getattr(args, name) for name in names if getattr(args, name) is not None}

@@ -17,8 +17,9 @@ import numpy as np
 from trivium.conformance.examples import Example, State
 from trivium.conformance.numbers import Array
 from trivium.ops import (
-    Batch, Group, KVSpec, LatentKV, PagedState, Program, RecurrentState, Sampled, SampleInputs, Weight, interpret,
+    Batch, Group, KVSpec, LatentKV, PagedState, Program, RecurrentState, Sampled, SampleInputs, Value, Weight,
 )  # fmt: skip
+from trivium.ops.patterns import run_calls
 from trivium.ops.sample import plain_inputs
 from trivium.plugin import Backend, Capabilities, Device, Executable, HostFallbackWarning, Kernel, Pages, Session, resolve
 
@@ -134,6 +135,21 @@ def reference_lab(lab: Lab) -> Lab:
     can = lab.capabilities
     able = dataclasses.replace(backend.capabilities(device), sampling=can.sampling, page_sizes=can.page_sizes)
     return Lab(backend, device, able, backend.kernels(device))
+
+
+def interpret(
+    program: Program, inputs: Mapping[str, Any], constants: Mapping[str, Any], states: Sequence[Any] = ()
+) -> dict[str, Any]:
+    """Runs a Program, fused or not, by the references and returns its outputs.
+
+    inputs: the step's arrays by name; constants: float32 arrays by name (those that carry an array may be left out); states: a
+    PagedState or RecurrentState for each of program.states; they are written to.
+    """
+    env: dict[Value, Any] = {v: inputs[v.name] for v in program.inputs}
+    env.update((c.value, constants[c.value.name] if c.array is None else c.array) for c in program.constants)
+    env.update((s.value, state) for s, state in zip(program.states, states, strict=True))
+    run_calls(program.calls, env, {})
+    return {name: env[v] for name, v in program.outputs.items()}
 
 
 def as_weight(name: str, array: Array) -> Weight:

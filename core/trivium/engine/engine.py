@@ -32,7 +32,8 @@ from trivium.engine.outputs import Logprob, RequestOutput, TokenLogprobs
 from trivium.engine.pooling import PoolingParams
 from trivium.engine.request import Completion, Request
 from trivium.engine.runner import Flight, Part, Runner, Stats
-from trivium.engine.speculation import Drafter, Speculative, Speculator, lookup_drafter
+from trivium.engine.speculation.drafter import Drafter, Speculative, lookup_drafter
+from trivium.engine.speculation.speculator import Speculator
 from trivium.errors import BackendError, DeadlineError, InvalidRequestError, OverloadedError, PageFormatError, TriviumError
 from trivium.kv import Disk, Hit, KVCache, Tiers
 from trivium.ops import Sampled, Span

@@ -6,7 +6,7 @@ from trivium.ops.batch import Batch, Sampled, SampleInputs
 from trivium.ops.builder import OPERATORS, Builder, new_builder
 from trivium.ops.examples import operator
 from trivium.ops.media import Span, Tile
-from trivium.ops.patterns import evaluate, interpret, rewrite
+from trivium.ops.patterns import evaluate, rewrite
 from trivium.ops.program import INPUTS, Call, Constant, InputScale, Pattern, Program, StateDecl, Value, Weight
 from trivium.ops.schema import OPSET, Arg, Case, Operator, Shape, Signature, Tolerance, collect
 from trivium.ops.state import Group, KVSpec, LatentKV, PagedKV, PagedState, Pages, Recurrent, RecurrentState, StateSpec
@@ -15,5 +15,5 @@ __all__ = [
     "INPUTS", "OPERATORS", "OPSET", "Arg", "Batch", "Builder", "Call", "Case", "Constant", "Group", "InputScale", "KVSpec",
     "LatentKV", "Operator", "PagedKV", "PagedState", "Pages", "Pattern", "Program", "Recurrent", "RecurrentState",
     "SampleInputs", "Sampled", "Shape", "Signature", "Span", "StateDecl", "StateSpec", "Tile", "Tolerance", "Value", "Weight",
-    "collect", "evaluate", "interpret", "new_builder", "operator", "rewrite",
+    "collect", "evaluate", "new_builder", "operator", "rewrite",
 ]  # fmt: skip

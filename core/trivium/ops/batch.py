@@ -11,11 +11,12 @@ import numpy.typing as npt
 
 I32 = npt.NDArray[np.int32]
 I64 = npt.NDArray[np.int64]
+U32 = npt.NDArray[np.uint32]
 U64 = npt.NDArray[np.uint64]
 F32 = npt.NDArray[np.float32]
 
 
-def id_mask(ids: Collection[int], vocab_size: int) -> npt.NDArray[np.uint32]:
+def id_mask(ids: Collection[int], vocab_size: int) -> U32:
     """uint32[ceil(vocab/32)] with the bits of `ids`, as in SampleInputs.mask."""
     bits = np.zeros(-(-vocab_size // 32) * 32, np.uint8)
     bits[list(ids)] = 1
@@ -30,7 +31,7 @@ COLUMNS: Mapping[str, str] = {
 """What SampleInputs holds one number a row of, and as what."""
 
 
-@dataclass(slots=True, eq=False)  # as Batch made in every step; freezing them would double what they cost
+@dataclass(slots=True, eq=False, repr=False)  # as Batch made in every step; freezing them would double what they cost
 class SampleInputs:
     """How each sampled row is turned into a token (see ops.sample for the exact pipeline). R rows, CSR lists where ragged.
 
@@ -85,7 +86,7 @@ class Sampled(NamedTuple):
 _NONE: I32 = np.zeros(0, np.int32)
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Batch:
     """One step. T tokens of S sequences, R sampled rows, P pooled rows, G groups, B blocks (longest table of the step).
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -169,7 +168,7 @@ def _candidates(want: Call, program: CallGraph, match: Match) -> list[Call]:
     bound = [v for v in (match.values.get(a) for a in want.args if a is not None) if v is not None]
     readers = min((program.readers.get(v, []) for v in bound), key=len, default=[])
     start = program.position[next(iter(match.calls.values()))]
-    return heapq.nsmallest(NEAREST, readers, key=lambda c: (abs(program.position[c] - start), program.position[c]))
+    return sorted(readers, key=lambda c: (abs(program.position[c] - start), program.position[c]))[:NEAREST]
 
 
 def _bind(graph: PatternGraph, want: Call, call: Call, args: Sequence[Value | None], match: Match) -> Match | None:
@@ -227,11 +226,13 @@ def run_pattern(pattern: Pattern, args: Sequence[Any], attrs: Mapping[str, Any])
     """What a fused call means: its pattern run by the references. `args` as for an operator's reference."""
     graph = trace(pattern)
     env: dict[Value, Any] = dict(zip(graph.params, args, strict=True))
-    _run_calls(graph.calls, env, attrs)
+    run_calls(graph.calls, env, attrs)
     return tuple(env[v] for v in graph.outputs)
 
 
-def _run_calls(calls: Sequence[Call], env: dict[Value, Any], captured: Mapping[str, Any]) -> None:
+def run_calls(calls: Sequence[Call], env: dict[Value, Any], captured: Mapping[str, Any]) -> None:
+    """Runs calls by the references. env: the value of every argument, to which the results are added; captured: attributes of a
+    fused call that its pattern's calls refer to."""
     for call in calls:
         attrs = {k: captured[v.name] if isinstance(v, Captured) else v for k, v in call.attrs.items()}
         results = evaluate(call.op, [None if a is None else env[a] for a in call.args], attrs)
@@ -244,18 +245,3 @@ def evaluate(op: Operator | Pattern, args: Sequence[Any], attrs: Mapping[str, An
         return run_pattern(op, args, attrs)
     result = op(*args, **attrs)
     return tuple(result) if len(op.signature.results) > 1 else (result,)
-
-
-def interpret(
-    program: Program, inputs: Mapping[str, Any], constants: Mapping[str, Any], states: Sequence[Any] = ()
-) -> dict[str, Any]:
-    """Runs a Program, fused or not, by the references and returns its outputs.
-
-    inputs: the step's arrays by name; constants: float32 arrays by name (those that carry an array may be left out); states: a
-    PagedState or RecurrentState for each of program.states; they are written to.
-    """
-    env: dict[Value, Any] = {v: inputs[v.name] for v in program.inputs}
-    env.update((c.value, constants[c.value.name] if c.array is None else c.array) for c in program.constants)
-    env.update((s.value, state) for s, state in zip(program.states, states, strict=True))
-    _run_calls(program.calls, env, {})
-    return {name: env[v] for name, v in program.outputs.items()}

@@ -15,14 +15,13 @@ import numpy.typing as npt
 
 from trivium.errors import InvalidRequestError
 from trivium.ops import SampleInputs
-from trivium.ops.batch import COLUMNS, I32, id_mask
+from trivium.ops.batch import COLUMNS, I32, U32 as Mask, id_mask
 from trivium.ops.sample import derive_seed
 from trivium.sampling.dry import Dry
 from trivium.sampling.params import SamplingParams
 
 Row = tuple["SamplerState", int, int]
 Pairs = tuple[I32, npt.NDArray[Any]]
-Mask = npt.NDArray[np.uint32]
 Processor = Callable[[Sequence[int], Sequence[int]], Pairs | None]
 _ROW = np.dtype([(name, kind) for name, kind in COLUMNS.items() if name not in ("position", "score_ids")])
 

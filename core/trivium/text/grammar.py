@@ -18,10 +18,9 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
 from trivium.errors import InvalidRequestError
-from trivium.ops.batch import id_mask
+from trivium.ops.batch import U32 as Mask, id_mask
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
 
     from trivium.text.tokenizer import Tokenizer
 
-Mask = npt.NDArray[np.uint32]
 CACHED = 64
 """Grammars kept, last used first."""
 COMPILE_SECONDS, COMPILE_BYTES = 1, 2**30
@@ -128,7 +126,7 @@ class Grammars:
         return LLTokenizer(wrapper, eos_token=ends or None)
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class Matcher:
     """Where one output stands in its grammar. _texts: ids that end nothing; _ends: those of _end_ids. _retire is called when the
     library fails: what it has made of the grammar, which all copies share, may be full or broken. complete: the text has ended, no

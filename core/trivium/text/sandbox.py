@@ -12,8 +12,7 @@ from itertools import islice
 from typing import Any
 
 from jinja2 import nodes
-from jinja2.exceptions import SecurityError
-from jinja2.exceptions import TemplateError as JinjaError
+from jinja2.exceptions import SecurityError, TemplateError as JinjaError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.runtime import Context

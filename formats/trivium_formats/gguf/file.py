@@ -78,15 +78,15 @@ class _Reader:
         ends = places + 8 + data[places]
         if len(places) < n or places[0] or np.any(ends[:-1] != places[1:]) or ends[-1] > data.size:
             return None
-        kept = np.ones(ends[-1], bool)
-        kept[places[:, None] + np.arange(1, 8)] = False  # of each length one byte stays and parts the strings
         text = data[: ends[-1]].copy()
         text[places] = 0
+        kept = text != 0
+        kept[places] = True  # of each length one byte stays and parts the strings
+        if np.count_nonzero(kept) != text.size - 7 * n:  # a string holds zeros
+            return None
         try:
             found: list[str] = text[kept].tobytes().decode().split("\0")[1:]
         except UnicodeDecodeError:
-            return None
-        if len(found) != n:
             return None
         self.at += int(ends[-1])
         return found

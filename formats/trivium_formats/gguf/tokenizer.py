@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from operator import add
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from trivium.errors import CheckpointError, UnsupportedError
 from trivium.text import Vocabulary
 
@@ -18,6 +20,8 @@ _BLANK = "\u2581"  # how SentencePiece writes a space
 _ROLES = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token", "seperator": "sep_token"}
 _ENDS = ("eot", "eom")  # of turn and of message
 _KINDS = ("gpt2", "llama", "gemma4")  # the first is byte-level, the others are SentencePiece's
+_MARK = "\0"
+_BLOCK = 1024  # merges that are checked at a time: what they are cut into is gone before it leaves the processor's cache
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6  # values of `tokenizer.ggml.token_type`
 
 # How each byte-level vocabulary cuts text into words before merging, by the name that files carry (`tokenizer.ggml.pre`). The
@@ -55,10 +59,11 @@ def read_vocabulary(metadata: Mapping[str, Any]) -> Vocabulary:
     """What the keys `tokenizer.*` of a file say. Raises what Words does. Unused tokens at the end are none: they only fill the rows
     of the embedding."""
     words = Words(metadata)
-    find, count = words.tokens.__getitem__, 1 + max((i for i, kind in enumerate(words.types) if kind != _UNUSED), default=-1)
+    count = 1 + int(np.flatnonzero(words.types != _UNUSED).max(initial=-1))
     return Vocabulary(
-        words.vocab.get, find, words.added, words.decoder, count, words.build, words.check, words.config(), words.ends
-    )
+        words.vocab.get, words.tokens.__getitem__, words.added, words.decoder, count, words.build, words.check, words.config(),
+        words.ends,
+    )  # fmt: skip
 
 
 class Words:
@@ -76,7 +81,7 @@ class Words:
         self.cuts = splits(self.pre) if self.model == "gpt2" else []
         self.tokens = list(map(str, found.get("tokens", ())))
         count = len(self.tokens)
-        self.types = list(map(int, found.get("token_type", ()))) or [_NORMAL] * count
+        self.types = np.fromiter(found.get("token_type") or [_NORMAL] * count, np.int64)
         self.scores: Sequence[float] = found.get("scores", [0.0] * count)
         if not count or not len(self.types) == len(self.scores) == count:
             counts = f"{count} tokens, {len(self.types)} types and {len(self.scores)} scores"
@@ -87,13 +92,14 @@ class Words:
                 raise CheckpointError(f"the file's tokenizer says {key} is token {token_id}, but has {count} tokens")
         self.ends = {self.ids[key] for key in _ENDS if key in self.ids}
         named, special = set(self.ids.values()), (_CONTROL, _UNKNOWN)
-        marked = [i for i, kind in enumerate(self.types) if kind in (_CONTROL, _UNKNOWN, _USER_DEFINED) or i in named]
-        texts = [(i, self.tokens[i]) for i in marked if self.tokens[i].strip(" ")]
+        marked = np.flatnonzero(np.isin(self.types, (_CONTROL, _UNKNOWN, _USER_DEFINED))).tolist()
+        texts = [(i, self.tokens[i]) for i in sorted({*marked, *named}) if self.tokens[i].strip(" ")]
         self.prefix = self.model == "llama" and found.get("add_space_prefix") is not False
         if self.model != "gpt2":
             self.tokens = [_BLANK * len(token) if token and not token.strip(" ") else token for token in self.tokens]
         self.vocab = dict(zip(self.tokens, range(count)))
-        self.added = {self.vocab[text]: (text, self.types[i] in special or i in named) for i, text in texts}
+        self._merges_checked = False
+        self.added = {self.vocab[text]: (text, i in named or int(self.types[i]) in special) for i, text in texts}
 
     @property
     def decoder(self) -> dict[str, Any]:
@@ -107,9 +113,9 @@ class Words:
     def check(self) -> None:
         """CheckpointError unless each merge has two parts, which are tokens and make one."""
         listed = self.found.get("merges", ())
-        parts = " ".join(listed).split(" ") if listed else []
-        needed = itertools.chain({*parts}, map(add, parts[::2], parts[1::2]))
-        if {*map(str.count, listed, itertools.repeat(" "))} <= {1} and all(parts) and all(map(self.vocab.__contains__, needed)):
+        blocks = (listed[start : start + _BLOCK] for start in range(0, len(listed), _BLOCK))
+        if self._merges_checked or all(_are_merges(block, self.vocab) for block in blocks):
+            self._merges_checked = True
             return
         for i, merge in enumerate(listed):
             if merge.count(" ") != 1 or not self.vocab.keys() >= {*merge.split(" "), merge.replace(" ", "")}:
@@ -144,6 +150,16 @@ class Words:
         return backend
 
 
+def _are_merges(listed: Sequence[str], vocabulary: Mapping[str, int]) -> bool:
+    """Whether each merge has two parts, which are tokens and make one: in one sweep, and False as well if a part is the mark that
+    the sweep puts between merges."""
+    parts = f" {_MARK} ".join(listed).split(" ")
+    left, right, marks = parts[::3], parts[1::3], len(listed) - 1
+    if len(parts) != 2 * len(listed) + marks or not parts.count(_MARK) == parts[2::3].count(_MARK) == marks:
+        return False
+    return all(map(vocabulary.__contains__, itertools.chain(left, right, map(add, left, right))))
+
+
 def _byte_level(vocabulary: Words) -> Tokenizer:
     from tokenizers import Regex, Tokenizer, models
     from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
@@ -160,7 +176,7 @@ def _sentencepiece(vocabulary: Words) -> Tokenizer:
 
     tokens = vocabulary.tokens
     unknown = tokens[vocabulary.ids["unknown"]] if "unknown" in vocabulary.ids else None
-    merges = vocabulary.merges() or derive_merges(tokens, vocabulary.types, vocabulary.scores)
+    merges = vocabulary.merges() or derive_merges(tokens, vocabulary.types.tolist(), vocabulary.scores)
     backend = Tokenizer(models.BPE(vocab=vocabulary.vocab, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
     blanks = normalizers.Replace(" ", _BLANK)
     backend.normalizer = normalizers.Sequence([normalizers.Prepend(_BLANK), blanks]) if vocabulary.prefix else blanks
