@@ -45,7 +45,7 @@ def expect(kind: type | UnionType, value: Any, what: str) -> Any:
     return value
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Extension:
     """An entry point, not yet imported. `distributions`: who claims the name."""
 

@@ -21,7 +21,7 @@ from trivium.plugin.contract import Session, Tensor
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True, eq=False)
 class Adapter:
     """One adapter in the host's memory. parts: by a target's module and rows, as other devices have other constants for it, a
     float32[r, in] and b float32[r, out], the scale in b. fingerprint: of all numbers; prefix pages are shared only between equal

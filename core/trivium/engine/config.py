@@ -14,7 +14,7 @@ from trivium.errors import InvalidRequestError
 POLICIES = ("fcfs", "priority")
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class EngineConfig:
     """max_num_seqs: sequences that run at once. max_num_batched_tokens: tokens a step; longer prompts are computed in chunks.
     enable_prefix_caching: full pages are shared between requests (off: only within one). seed: requests without a seed get one that

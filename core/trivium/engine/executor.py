@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from trivium.engine.media import Images
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True)
 class Model:
     """What the engine needs of a loaded model, its page pool allocated.
 

@@ -30,7 +30,7 @@ from trivium.text.reader import Reader
 _TIMES = ("arrival", "deadline", "first_scheduled", "prefill_done", "first_token", "last_token", "left")
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True)
 class RequestState:
     """header: JSON data. arrays: logprobs and pages. Whether they make sense is checked by Engine.import_request()."""
 

@@ -132,7 +132,7 @@ class RequestOutput:
             setattr(self, name, getattr(later, name))
 
 
-@dataclass(eq=False, repr=False)
+@dataclass
 class Clock:
     """The life of a request in seconds of the engine's clock; n outputs share one."""
 

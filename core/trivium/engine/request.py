@@ -156,7 +156,7 @@ class Completion:
         )  # fmt: skip
 
 
-@dataclass(eq=False, repr=False)
+@dataclass(eq=False)
 class Request:
     """A request that the engine has taken. end_ids: tokens that end an output. started: outputs whose sequence the scheduler
     knows; the others wait until the first has computed the prompt but for its last token."""

@@ -22,7 +22,7 @@ _NO_ROWS = build_inputs([], 1)
 _NOTHING = Sampled(np.zeros(0, np.int32))
 
 
-@dataclass(eq=False)
+@dataclass
 class Stats:
     """Totals since the start. device_seconds: from run() to the return of tokens(); draft_seconds: spent on proposing drafts;
     host_seconds: the rest of the steps' time, in which the device has nothing to do. accepted_by_position[j]: drafts that came
@@ -71,7 +71,7 @@ class Part(NamedTuple):
     pooled: int
 
 
-@dataclass(slots=True, eq=False, repr=False)
+@dataclass(slots=True, eq=False)
 class Flight:
     """A step on its way, planned at `began` and on the device since `started`. batch: its arrays, made before the tokens that the
     step before it gives are known: those belong to `holes`, indices of entries. rows, pooled: how many tokens and how many hidden

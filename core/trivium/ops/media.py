@@ -14,7 +14,7 @@ from trivium.ops.examples import Array, Draw, normal, operator
 from trivium.ops.schema import Shape
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True, eq=False)
 class Tile:
     """One input of a vision tower. data: uint8[patches, numbers a patch], as the model's image processor leaves them but for their
     normalisation. digest: 32 bytes, equal only for tiles of which the tower makes the same."""

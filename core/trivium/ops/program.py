@@ -58,7 +58,7 @@ class InputScale(NamedTuple):
     offset: int
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True)
 class Weight:
     """One checkpoint tensor on its way to a backend, as it is stored.
 
@@ -119,7 +119,7 @@ class Call:
         return f"{name}({', '.join([*('none' if v is None else v.used for v in self.args), *attrs])})"
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True)
 class Program:
     """inputs, constants (weights by name), states (one a layer), calls in SSA order, outputs by name: "logits" of the sampled rows,
     "hidden" of the pooled ones."""

@@ -99,7 +99,7 @@ class Capabilities:
     unsupported: Mapping[str, str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Kernel:
     """One implementation of an operator (its name) or of a fused Pattern. Several for one operator may stand side by side.
 

@@ -15,7 +15,7 @@ from typing import Any
 from trivium.sampling.params import SamplingParams
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class Hypothesis:
     """Tokens generated so far: `token` behind those of `parent`. total: sum of their natural log probabilities; length: how many;
     note: what came with the row that the token was chosen from."""

@@ -71,7 +71,7 @@ class Entry(NamedTuple):
     states: tuple[Any, ...] = ()
 
 
-@dataclass(slots=True, eq=False, repr=False)
+@dataclass(slots=True, eq=False)
 class StepPlan:
     """What one step does. Making it changes nothing; `copies` (to be made before it runs) and `undo` (entry, blocks it had, copies)
     are filled while Scheduler.reserve() applies it, undo with what it changes. spare_tokens, spare_pages: what nobody in this step

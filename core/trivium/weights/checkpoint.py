@@ -32,7 +32,7 @@ Json = dict[str, Any]
 Tensors = Mapping[str, Callable[[], Weight]]
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True)
 class Checkpoint:
     """A model as it lies on disk. Tensors are memory-mapped and read only when they are used.
 
