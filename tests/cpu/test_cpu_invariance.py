@@ -108,7 +108,8 @@ def test_wide_heads_equal_the_reference_and_a_query_has_the_bits_it_has_alone(is
     """Heads that are worked on in several parts, one of them narrower."""
     case = attention_case(sequences([41], [333]), shape, window=270)
     together, want = attention(case, kv_dtype, isa=isa)
-    np.testing.assert_allclose(together, want, rtol=ERRORS[kv_dtype], atol=ERRORS[kv_dtype])
+    allowed = ERRORS[kv_dtype] * (shape[2] / SHAPE[2]) ** 0.5  # scores, and what rounding leaves in them, grow with the dimensions
+    np.testing.assert_allclose(together, want, rtol=allowed, atol=allowed)
     for row in (3, 40):
         np.testing.assert_array_equal(attention(one_row(case, row), kv_dtype, isa=isa)[0], together[row : row + 1])
 
