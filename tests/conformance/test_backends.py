@@ -27,6 +27,6 @@ def test_cpu(area):
 
 @pytest.mark.slow
 @pytest.mark.skipif("cpu" not in HERE, reason="the cpu backend is not built here")
-@pytest.mark.parametrize("isa", ["portable", "avx2", "avx512", "avx512bf16"])
+@pytest.mark.parametrize("isa", ["portable", "avx2", "avx512", "avx512vnni", "avx512bf16"])
 def test_cpu_with_each_instruction_set(isa):
     assert failures(run_conformance("cpu", {"isa": isa})) == {}

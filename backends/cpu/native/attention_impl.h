@@ -61,6 +61,12 @@ struct Run {
   int64_t token;
 };
 
+// Run n of a span.
+inline Run run_of(const AttentionSpan& s, int64_t n) {
+  const int64_t at = s.begin + n * kKeyRun;
+  return {s.pages + s.blocks[at / s.layout.page_size] * s.page_bytes, at % s.layout.page_size};
+}
+
 // Keys of a span, [low, high), counted from its first.
 struct Keys {
   int64_t low, high;
@@ -76,9 +82,12 @@ inline Keys visible(const AttentionSpan& s, int64_t row) {
   return {low, high > low ? high : low};
 }
 
-template <typename Pages>
-inline const typename Pages::Number* query_row(const AttentionSpan& s, int64_t row) {
-  return reinterpret_cast<const typename Pages::Number*>(s.q + row * s.layout.query_bytes());
+// int8: what the sums of a row and of W keys of a run, from its key `at` on, are multiplied by.
+inline float query_scale(const AttentionSpan& s, int64_t row) {
+  return *reinterpret_cast<const float*>(s.q + (row + 1) * s.layout.query_bytes() - sizeof(float));
+}
+inline Vec key_scale(const AttentionSpan& s, const Run& run, int64_t at) {
+  return load_bf16(key_scales(s.layout, const_cast<uint8_t*>(run.page) + s.key_offset) + run.token + at);
 }
 
 // scores[r][i] = q[r] . key i for R rows from `row` on and the keys of N runs.
@@ -113,12 +122,8 @@ inline void score_runs(const AttentionSpan& s, int64_t row, const Run* runs, flo
   }
   for (int v = 0; v < kAll; ++v) {
     if constexpr (kScaled<Pages>) {
-      const Run& run = runs[v / kRunVectors];
-      const Vec scale = load_bf16(key_scales(s.layout, const_cast<uint8_t*>(run.page) + s.key_offset) + run.token + v % kRunVectors * W);
-      for (int r = 0; r < R; ++r) {
-        const Vec of_query = set1(*reinterpret_cast<const float*>(q + (r + 1) * stride - sizeof(float)));
-        store(scores + r * kScoreStride + v * W, to_float(sums[r][v]) * (scale * of_query));
-      }
+      const Vec scale = key_scale(s, runs[v / kRunVectors], v % kRunVectors * W);
+      for (int r = 0; r < R; ++r) store(scores + r * kScoreStride + v * W, to_float(sums[r][v]) * (scale * set1(query_scale(s, row + r))));
     } else {
       for (int r = 0; r < R; ++r) store(scores + r * kScoreStride + v * W, sums[r][v]);
     }
@@ -214,6 +219,123 @@ inline Softened soften(const AttentionSpan& s, Keys seen, Keys scored, const Run
   return {total, factor};
 }
 
+// Of how many keys at a time weights are made.
+template <typename Pages>
+inline constexpr int64_t kWeightStep = std::is_same_v<typename Pages::Number, uint16_t> ? 2 * W : W;
+
+// The weight 2^x of a score that is x above the peak. What comes of it has the precision of the format's items.
+template <typename Pages>
+inline Vec weight(Vec x) {
+  if constexpr (std::is_same_v<typename Pages::Number, uint16_t>) return exp2_rough(x);
+  else return exp2_weight<sizeof(typename Pages::Item) == sizeof(float) ? 6 : 4>(x);
+}
+
+// The keys of R rows from `row` on.
+template <int R>
+struct SeenKeys {
+  Keys of_row[R];
+  Keys any, all;  // those that at least one row, and that each row sees
+
+  SeenKeys(const AttentionSpan& s, int64_t row) {
+    for (int r = 0; r < R; ++r) of_row[r] = visible(s, row + r);
+    any = {of_row[0].low, of_row[R - 1].high};
+    all = {of_row[R - 1].low, of_row[0].high};
+  }
+  // Whether each row sees keys i .. i + n.
+  bool whole(int64_t i, int64_t n) const { return i >= all.low && i + n <= all.high; }
+};
+
+// Prepares scores for their weights: softcap, -infinity for keys that a row does not see. Returns in shifts what is taken from them: the peaks.
+template <int R>
+inline void find_peaks(const AttentionSpan& s, const SeenKeys<R>& seen, Keys steps, float* scores, float* peaks, Vec (&shifts)[R]) {
+  if (s.softcap > 0) {
+    for (int r = 0; r < R; ++r) {
+      float* x = scores + r * kScoreStride + steps.low;
+      map(x, steps.high - steps.low, [cap = set1(s.softcap)](Vec v) { return capped(v, cap) * set1(kLog2e); }, x);
+    }
+  }
+  Vec top[R];
+  for (Vec& x : top) x = set1(-INFINITY);
+  for (int64_t i = steps.low; i < steps.high; i += W) {
+    float* x = scores + i;
+    if (!seen.whole(i, W)) {
+      for (int r = 0; r < R; ++r) store(x + r * kScoreStride, between(load(x + r * kScoreStride), seen.of_row[r].low - i, seen.of_row[r].high - i));
+    }
+    for (int r = 0; r < R; ++r) top[r] = max(top[r], load(x + r * kScoreStride));
+  }
+  for (int r = 0; r < R; ++r) {
+    peaks[r] = reduce_max(top[r]);
+    shifts[r] = set1(peaks[r] == -INFINITY ? 0 : peaks[r]);
+  }
+}
+
+// Weights of whole numbers take the scales of their values along, and 15 bits below the largest such product of their row.
+template <int R>
+inline void weights_i16(const AttentionSpan& s, const SeenKeys<R>& seen, Keys steps, const Run* runs, const Vec (&shifts)[R], float* scores, Vec (&sums)[R],
+                        Softened* softened) {
+  Vec largest[R];
+  for (Vec& x : largest) x = set1(0);
+  for (int64_t i = steps.low; i < steps.high; i += W) {
+    const Run& run = runs[i / kKeyRun];
+    const Vec scale = load_bf16(value_scales(s.layout, const_cast<uint8_t*>(run.page) + s.value_offset) + run.token + i % kKeyRun);
+    const bool whole = seen.whole(i, W);
+    for (int r = 0; r < R; ++r) {
+      float* at = scores + r * kScoreStride + i;
+      const Vec e = weight<Int8Pages>(load(at) - shifts[r]);
+      sums[r] = sums[r] + e;
+      const Vec x = e * scale, product = whole ? x : select_less(set1(0), e, x, set1(0));
+      store(at, product);
+      largest[r] = max(largest[r], product);
+    }
+  }
+  Vec fit[R];
+  for (int r = 0; r < R; ++r) {
+    const float most = reduce_max(largest[r]);
+    fit[r] = set1(most == 0 ? 0 : 32767.0f / most);
+    softened[r].factor = most / 32767.0f;
+  }
+  for (int64_t i = steps.low; i < steps.high; i += W) {
+    for (int r = 0; r < R; ++r) {
+      const float* at = scores + r * kScoreStride;
+      store_i16(reinterpret_cast<int16_t*>(scores + r * kScoreStride) + i, load(at + i) * fit[r]);
+    }
+  }
+}
+
+// soften() of R rows from `row` on, step by step together, so that none of them waits; a row's bits are the same in any such block. Only
+// what weigh() reads becomes a weight. Some key is seen by some row.
+template <typename Pages, int R>
+inline void soften_rows(const AttentionSpan& s, int64_t row, const Run* runs, float* scores, Softened* softened, const Partial& out) {
+  using Number = typename Pages::Number;
+  constexpr int64_t kStep = kWeightStep<Pages>;
+  const SeenKeys<R> seen(s, row);
+  const Keys steps{seen.any.low / kStep * kStep, (seen.any.high + kStep - 1) / kStep * kStep};
+  Vec shifts[R], sums[R];
+  for (Vec& x : sums) x = set1(0);
+  find_peaks<R>(s, seen, steps, scores, out.peak + row, shifts);
+  if constexpr (kScaled<Pages>) {
+    weights_i16<R>(s, seen, steps, runs, shifts, scores, sums, softened);
+  } else {
+    for (int64_t i = steps.low; i < steps.high; i += kStep) {
+      for (int r = 0; r < R; ++r) {
+        const float* at = scores + r * kScoreStride;
+        auto* numbers = reinterpret_cast<Number*>(scores + r * kScoreStride) + i;
+        const Vec a = weight<Pages>(load(at + i) - shifts[r]);
+        if constexpr (std::is_same_v<Number, float>) {
+          store(numbers, a);
+          sums[r] = sums[r] + a;
+        } else {
+          const Vec b = weight<Pages>(load(at + i + W) - shifts[r]);
+          round_bf16(numbers, a, b);
+          sums[r] = sums[r] + (a + b);
+        }
+      }
+    }
+    for (int r = 0; r < R; ++r) softened[r].factor = 1;
+  }
+  for (int r = 0; r < R; ++r) out.total[row + r] = softened[r].total = reduce_add(sums[r]);
+}
+
 // Fetches the run of keys that lies `after` keys from where AttentionSpan::next begins.
 inline void fetch_keys(const AttentionSpan& s, int64_t after) {
   const KvLayout& l = s.layout;
@@ -281,18 +403,10 @@ inline void attend_rows(const AttentionSpan& s, int64_t row, const Partial& out)
   }
   const int first = static_cast<int>(keys.low / kKeyRun), last = static_cast<int>((keys.high + kKeyRun - 1) / kKeyRun);
   Run runs[kRuns];
-  for (int n = first; n < last; ++n) {
-    const int64_t at = s.begin + n * kKeyRun;
-    runs[n] = {s.pages + s.blocks[at / s.layout.page_size] * s.page_bytes, at % s.layout.page_size};
-  }
+  for (int n = first; n < last; ++n) runs[n] = run_of(s, n);
   score<Pages, R, kTogether>(s, row, runs, first, last, s.scores);
-  const Keys scored{first * kKeyRun, last * kKeyRun};
   Softened softened[R];
-  for (int r = 0; r < R; ++r) out.peak[row + r] = find_peak(s, visible(s, row + r), s.scores + r * kScoreStride);
-  for (int r = 0; r < R; ++r) {
-    softened[r] = soften<Pages>(s, visible(s, row + r), scored, runs, out.peak[row + r], s.scores + r * kScoreStride);
-    out.total[row + r] = softened[r].total;
-  }
+  soften_rows<Pages, R>(s, row, runs, s.scores, softened, out);
   int64_t dim = 0;
   for (; dim + kVectors * W <= dims; dim += kVectors * W) weigh<Pages, R, kVectors>(s, keys, runs, s.scores, softened, values, dim);
   for (; dim < dims; dim += W) weigh<Pages, R, 1>(s, keys, runs, s.scores, softened, values, dim);
@@ -312,11 +426,18 @@ inline void row_blocks(int64_t rows, F f) {
 
 inline void attend_latent(const AttentionSpan& s, const Partial& out);  // latent_impl.h
 
+template <typename Pages>
+inline void attend_many(const AttentionSpan& s, const Partial& out);  // attention_panels.h
+
+// Rows from `first` on, a few at a time.
+template <typename Pages>
+inline void attend_few(const AttentionSpan& s, int64_t first, const Partial& out) {
+  row_blocks<kRows>(s.rows - first, [&]<int R>(int64_t row) { attend_rows<Pages, R>(s, first + row, out); });
+}
+
 inline void attend(const AttentionSpan& s, const Partial& out) {
   if (s.layout.latent > 0) return attend_latent(s, out);
-  with_pages(s.layout.type, [&](auto pages) {
-    row_blocks<kRows>(s.rows, [&]<int R>(int64_t row) { attend_rows<decltype(pages), R>(s, row, out); });
-  });
+  with_pages(s.layout.type, [&](auto pages) { attend_many<decltype(pages)>(s, out); });
 }
 
 // `rounds` times kProductSums sums of a pair of products, all in registers: what the format's arithmetic can reach at most.

@@ -27,7 +27,7 @@ inline void score_columns(const AttentionSpan& s, int64_t row, const float* keys
   for (auto& of_row : sums) {
     for (Vec& x : of_row) x = set1(0);
   }
-  const float* q = query_row<Float32Pages>(s, row);
+  const auto* q = reinterpret_cast<const float*>(s.q + row * s.layout.query_bytes());
   const int64_t step = s.layout.query_bytes() / static_cast<int64_t>(sizeof(float));
   for (int64_t d = 0; d < s.layout.head_dim; ++d) {
     Vec k[kAll];

@@ -11,6 +11,7 @@ struct CpuFeatures {
   bool avx512 = false;  // F, BW, VL and DQ, on top of avx2
   bool avx512_vnni = false;
   bool avx512_bf16 = false;
+  bool fast_bf16_dot = false;  // more products of bfloat16 dots than of float32 multiply-adds in the same time
   bool avx_vnni = false;
   bool amx = false;  // tiles, int8 and bfloat16, on top of avx512_vnni and avx512_bf16, permitted to this process
   bool neon_dot = false;  // aarch64: four-way dot products of bytes

@@ -24,7 +24,9 @@ enum class KvType : int { float32, bfloat16, float16, int8 };
 inline constexpr int64_t kKeyRun = 16;     // keys that always lie in one page
 inline constexpr int64_t kSpan = 256;      // keys that the softmax looks at together; spans start at multiples of it
 inline constexpr int64_t kProductSums = 12;
-inline constexpr int64_t kSpanRows = 32;   // rows whose scores are made together, at most
+inline constexpr int64_t kSpanRows = 32;   // rows whose scores are made together by matrix tiles, at most
+inline constexpr int64_t kTileRows = 96;   // the same for vectors; also those of a kv head that are worked on together, if one token's are no more
+inline constexpr int64_t kPanelRows = 24;  // from so many rows on keys and values are copied for all of them
 inline constexpr int64_t kFewRows = 16;    // up to so many wait for memory rather than for arithmetic
 inline constexpr int64_t kScoreStride = kSpan + 16;  // numbers from one row of scores to the next: a power of two would crowd a few sets of the cache
 inline constexpr int64_t kKeyBlock = 64;   // keys of a sequence without pages that lie together as columns
@@ -94,7 +96,7 @@ struct AttentionSpan {
   int64_t key_offset = 0;
   int64_t value_offset = 0;
   KvLayout layout;
-  float* scores = nullptr;            // scratch [kSpanRows][kScoreStride]
+  float* scores = nullptr;            // scratch [kTileRows][kScoreStride]
   KeySpan next;                       // what is asked of memory meanwhile: the keys that will be read next
 };
 

@@ -1,7 +1,7 @@
 // The table of one tier, from the templates that are built for its instruction set.
 #pragma once
 
-#include "attention_impl.h"
+#include "attention_panels.h"
 #include "bidirectional_impl.h"
 #include "latent_impl.h"
 #include "recurrent_impl.h"

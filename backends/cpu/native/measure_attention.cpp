@@ -22,15 +22,13 @@ double thread_seconds(const Body& body) {
   return now() - before;
 }
 
-constexpr int64_t kTileRows = 96;
-
 struct Bench {
   Bench(const Kernels& table, const AttentionShape& size)
       : kernels(table), shape(size), pages((size.context + size.layout.page_size - 1) / size.layout.page_size),
         pool(static_cast<size_t>(pages * size.layers * size.layout.bytes())), blocks(static_cast<size_t>(pages)),
         tokens(std::max<int64_t>(1, kTileRows / size.group)), numbers(static_cast<size_t>((tokens * size.group + 1) * size.layout.head_dim)),
         memory(static_cast<size_t>(tokens * size.group * size.layout.query_bytes()) +
-               static_cast<size_t>(kSpanRows * kScoreStride + 2 * state()) * sizeof(float)) {
+               static_cast<size_t>(kTileRows * kScoreStride + 2 * state()) * sizeof(float)) {
     std::iota(blocks.begin(), blocks.end(), 0);
     std::mt19937 random(1);
     std::normal_distribution<float> normal;
@@ -85,7 +83,7 @@ struct Bench {
     s.layout = l;
     s.scores = reinterpret_cast<float*>(q + tokens * shape.group * l.query_bytes());
     const int64_t rows = tokens * shape.group;
-    float* at = s.scores + kSpanRows * kScoreStride;
+    float* at = s.scores + kTileRows * kScoreStride;
     const Partial total{at, at + rows, at + 2 * rows}, part{at + state(), at + state() + rows, at + state() + 2 * rows};
     for (s.begin = 0; s.begin < position + s.rows / shape.group; s.begin += kSpan) {
       s.end = s.begin + kSpan;

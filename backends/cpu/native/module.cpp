@@ -76,7 +76,7 @@ std::shared_ptr<Runtime> make_runtime(int threads, const std::string& tier) {
   if (tier == "amx_emulated") isa = linear::Isa::amx_emulated;
   if (tier == "neon") isa = linear::Isa::neon;
   if (tier == "amx") isa = linear::Isa::amx;
-  if (tier == "avx512" || tier == "avx512bf16") isa = cpu_features().avx512_vnni ? linear::Isa::avx512_vnni : linear::Isa::avx512;
+  if (tier.starts_with("avx512")) isa = cpu_features().avx512_vnni ? linear::Isa::avx512_vnni : linear::Isa::avx512;
   return std::make_shared<Runtime>(std::make_shared<ThreadPool>(threads), *find_kernels(tier), linear::kernels(isa));
 }
 
@@ -184,6 +184,7 @@ NB_MODULE(_native, m) {
     d["avx512"] = f.avx512;
     d["avx512_vnni"] = f.avx512_vnni;
     d["avx512_bf16"] = f.avx512_bf16;
+    d["fast_bf16_dot"] = f.fast_bf16_dot;
     d["avx_vnni"] = f.avx_vnni;
     d["amx"] = f.amx;
     d["neon_dot"] = f.neon_dot;

@@ -118,13 +118,13 @@ struct Attention::Scratch {
 };
 
 size_t Attention::scratch_bytes() const {
-  return static_cast<size_t>(tile_rows() * layer_.layout.query_bytes()) + static_cast<size_t>(kSpanRows * kScoreStride + 2 * partial_numbers()) * sizeof(float);
+  return static_cast<size_t>(tile_rows() * layer_.layout.query_bytes()) + static_cast<size_t>(kTileRows * kScoreStride + 2 * partial_numbers()) * sizeof(float);
 }
 
 Attention::Scratch Attention::scratch(Worker& worker) const {
   auto* q = static_cast<uint8_t*>(worker.scratch());
   auto* scores = reinterpret_cast<float*>(q + tile_rows() * layer_.layout.query_bytes());
-  return {q, scores, partial(scores + kSpanRows * kScoreStride), partial(scores + kSpanRows * kScoreStride + partial_numbers())};
+  return {q, scores, partial(scores + kTileRows * kScoreStride), partial(scores + kTileRows * kScoreStride + partial_numbers())};
 }
 
 Attention::Work Attention::plan(const Step& step) const {

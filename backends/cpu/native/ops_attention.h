@@ -68,8 +68,6 @@ public:
   int64_t partial_numbers() const { return tile_rows() * (layer_.layout.value_dim() + 2); }
 
 private:
-  static constexpr int64_t kTileRows = 96;
-
   // tiles: of one kv head; longest: spans of the longest context; spans: of all tiles of a kv head.
   struct Work {
     int64_t tiles, longest, spans;

@@ -69,16 +69,37 @@ inline Vec exp2_negative(Vec x) {
 #endif
 }
 
+#if defined(__AVX512F__)
+// 2^n p(x - n) for n = floor(x), without a step for n of its own.
+template <typename... Coefficients>
+inline Vec exp2_floor(Vec x, float last, Coefficients... others) {
+  const Vec f = {_mm512_reduce_ps(x.v, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC)};
+  Vec p = set1(last);
+  ((p = fma(p, f, set1(others))), ...);
+  return {_mm512_scalef_ps(p.v, x.v)};
+}
+#endif
+
 // The same within 2^-13, for what is then rounded to 8 bits: n = floor(x), over [0, 1].
 inline Vec exp2_rough(Vec x) {
 #if defined(__AVX512F__)
-  const Vec f = {_mm512_reduce_ps(x.v, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC)};
-  Vec p = fma(f, set1(7.802456669e-2f), set1(2.260671992e-1f));
-  p = fma(p, f, set1(6.958334666e-1f));
-  p = fma(p, f, set1(9.999252325e-1f));
-  return {_mm512_scalef_ps(p.v, x.v)};
+  return exp2_floor(x, 7.802456669e-2f, 2.260671992e-1f, 6.958334666e-1f, 9.999252325e-1f);
 #else
   return exp2_negative<4>(x);
+#endif
+}
+
+// exp2_negative to the same degrees, and within as much (degree 6: the last place), where subnormal results need no care.
+template <int kDegree>
+inline Vec exp2_weight(Vec x) {
+#if defined(__AVX512F__)
+  if constexpr (kDegree == 4) {
+    return exp2_floor(x, 1.353416792e-2f, 5.201146061e-2f, 2.414427569e-1f, 6.930038345e-1f, 1.000002593f);
+  } else {
+    return exp2_floor(x, 2.170225545e-4f, 1.243968783e-3f, 9.678840996e-3f, 5.548334198e-2f, 2.402298363e-1f, 6.931469838e-1f, 1.0f);
+  }
+#else
+  return exp2_negative<kDegree>(x);
 #endif
 }
 

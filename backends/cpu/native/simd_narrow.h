@@ -21,6 +21,8 @@ inline int32_t two_numbers(const void* two) {
   return bits;
 }
 inline Ints zero_ints() { return {_mm512_setzero_si512()}; }
+inline void load_sum(Ints& x, const float* p) { x.v = _mm512_loadu_si512(p); }
+inline void store(float* p, Ints x) { _mm512_storeu_si512(p, x.v); }
 inline Vec to_float(Ints x) { return {_mm512_cvtepi32_ps(x.v)}; }
 inline Int16Pairs load_pairs_i8(const int8_t* p) { return {_mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))}; }
 inline Vec load_i8(const int8_t* p) {
@@ -98,6 +100,8 @@ struct Int16Pairs {
   __m256i v;
 };
 inline Ints zero_ints() { return {_mm256_setzero_si256()}; }
+inline void load_sum(Ints& x, const float* p) { x.v = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
+inline void store(float* p, Ints x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), x.v); }
 inline Vec to_float(Ints x) { return {_mm256_cvtepi32_ps(x.v)}; }
 inline Int16Pairs load_pairs_i8(const int8_t* p) { return {_mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))}; }
 inline Vec load_i8(const int8_t* p) {
@@ -135,6 +139,8 @@ struct Int16Pairs {
   IntLanes first, second;
 };
 inline Ints zero_ints() { return {IntLanes{0, 0, 0, 0}}; }
+inline void load_sum(Ints& x, const float* p) { std::memcpy(&x.v, p, sizeof(x.v)); }
+inline void store(float* p, Ints x) { std::memcpy(p, &x.v, sizeof(x.v)); }
 inline Vec to_float(Ints x) { return {__builtin_convertvector(x.v, Lanes)}; }
 inline Int16Pairs load_pairs_i8(const int8_t* p) { return {IntLanes{p[0], p[2], p[4], p[6]}, IntLanes{p[1], p[3], p[5], p[7]}}; }
 inline Vec load_i8(const int8_t* p) {
@@ -156,6 +162,9 @@ inline void store_i8(int8_t* p, Vec x) { store_whole(p, x, 127.0f); }
 
 #endif
 #endif
+
+// Sums on their way to memory and back: whole numbers keep their bits.
+inline void load_sum(Vec& x, const float* p) { x = load(p); }
 
 // Two vectors of numbers, one behind the other.
 inline void round_bf16(uint16_t* p, Vec x, Vec next) {

@@ -12,7 +12,7 @@ from trivium.plugin.hostinfo import total_memory
 from trivium_cpu.formats import FORMATS
 from trivium_cpu.threads import count_threads
 
-TIERS = ("portable", "avx2", "avx512", "avx512bf16", "amx", "neon")
+TIERS = ("portable", "avx2", "avx512", "avx512vnni", "avx512bf16", "amx", "neon")
 _OPTIONS = ("dtype", "isa", "max_batched_tokens", "max_model_len", "max_seqs", "profile", "strict", "threads", "weight_cache")
 _NO_OTHER_DTYPE = "activations are float32 on this backend; weights and pages may be smaller"
 
