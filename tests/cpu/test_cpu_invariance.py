@@ -23,17 +23,6 @@ LONG = sequences([1, 5, 70, 3], [700, 261, 300, 900])
 """Contexts of several spans, a prefill of several tiles."""
 
 
-@pytest.fixture
-def isa(request, monkeypatch):
-    """An instruction set of this machine, or one whose kernels run on an emulation, which only tests may open."""
-    name = request.param
-    if name in native.emulated_tiers():
-        monkeypatch.setattr("trivium_cpu.plugin._tier", lambda *_: name)
-    elif name not in (*native.tiers(), "auto"):
-        pytest.skip(f"this processor has no {name}")
-    return name
-
-
 def attention_case(step, shape=SHAPE, *, window=None, softcap=None, sinks=False, causal=True):
     heads, kv_heads, dim = shape
     rng = np.random.default_rng(3)

@@ -28,17 +28,6 @@ MATRICES = ("gate.3", "up.4", "down.5", "weight.1")
 """What an example calls the matrices of moe_experts and head_linear."""
 
 
-@pytest.fixture
-def isa(request, monkeypatch):
-    """An instruction set of this machine, or one whose kernels run on an emulation, which only tests may open."""
-    name = request.param
-    if name in native.emulated_tiers():
-        monkeypatch.setattr("trivium_cpu.plugin._tier", lambda *_: name)
-    elif name not in (*native.tiers(), "auto"):
-        pytest.skip(f"this processor has no {name}")
-    return name
-
-
 def run(name, case, kv_dtype="float32", formats=None, **options):
     lab = open_lab("cpu", options)
     example = make_example(OPERATORS[name], case, dtype="float32", page_size=lab.page_size)

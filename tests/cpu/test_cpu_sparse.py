@@ -7,7 +7,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from cpu_cases import ISAS, isa, run_case  # noqa: F401
+from cpu_cases import ISAS, run_case
 from trivium.ops import Case
 from trivium.ops.examples import normal, paged_state, sequences
 
@@ -45,7 +45,7 @@ def row_of(case, row, step, places):
 @pytest.mark.parametrize("top_k", [1, 70, 700])
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 @pytest.mark.parametrize("isa", ISAS, indirect=True)
-def test_the_best_positions_of_long_contexts_are_those_of_the_reference(isa, kv_dtype, top_k):  # noqa: F811
+def test_the_best_positions_of_long_contexts_are_those_of_the_reference(isa, kv_dtype, top_k):
     outcome = run_case("top_positions", index_case(LONG, top_k), kv_dtype, isa=isa)
     np.testing.assert_array_equal(outcome.outputs["out1"], outcome.want["out1"])
 
@@ -111,14 +111,14 @@ def sparse_case(step, top_k, heads=HEADS):
 
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 @pytest.mark.parametrize("isa", ISAS, indirect=True)
-def test_attention_to_chosen_positions_equals_the_reference(isa, kv_dtype):  # noqa: F811
+def test_attention_to_chosen_positions_equals_the_reference(isa, kv_dtype):
     outcome = run_case("sparse_latent_attention", sparse_case(LONG, 280), kv_dtype, isa=isa)
     np.testing.assert_allclose(outcome.outputs["logits"], outcome.want["logits"], rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("kv_dtype", ["float32", "int8"])
 @pytest.mark.parametrize("isa", ISAS, indirect=True)
-def test_a_token_has_the_bits_from_its_chosen_positions_that_it_has_alone(isa, kv_dtype):  # noqa: F811
+def test_a_token_has_the_bits_from_its_chosen_positions_that_it_has_alone(isa, kv_dtype):
     case = sparse_case(LONG, 280, heads=101)
     together = run_case("sparse_latent_attention", case, kv_dtype, isa=isa, threads=3).outputs["logits"]
     for row in (0, 4, 48):

@@ -7,7 +7,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from cpu_cases import ISAS, isa, run_case  # noqa: F401
+from cpu_cases import ISAS, run_case
 from trivium.conformance.lab import as_weight
 from trivium.errors import InvalidRequestError
 from trivium.ops import Batch, Case, KVSpec, new_builder
@@ -39,7 +39,7 @@ def attention(case, **options):
 
 @pytest.mark.parametrize("window", [None, 0, 5, 290])
 @pytest.mark.parametrize("isa", ISAS, indirect=True)
-def test_attention_to_both_sides_of_long_sequences_equals_the_reference(isa, window):  # noqa: F811
+def test_attention_to_both_sides_of_long_sequences_equals_the_reference(isa, window):
     got, want = attention(both_ways_case(LENGTHS, window=window), isa=isa)
     np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5)
 
@@ -52,7 +52,7 @@ def test_heads_of_any_number_and_size_equal_the_reference(heads, kv_heads, dim):
 
 @pytest.mark.parametrize("window", [None, 5, 290])
 @pytest.mark.parametrize("isa", ISAS, indirect=True)
-def test_a_sequence_has_the_bits_from_both_sides_that_it_has_alone(isa, window):  # noqa: F811
+def test_a_sequence_has_the_bits_from_both_sides_that_it_has_alone(isa, window):
     case = both_ways_case(LENGTHS, window=window)
     together, _ = attention(case, isa=isa, threads=3)
     for begin, end in zip(case.args[3], case.args[3][1:]):

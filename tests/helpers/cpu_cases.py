@@ -15,17 +15,6 @@ native = pytest.importorskip("trivium_cpu._native")
 ISAS = ["portable", "avx2", "avx512", "auto", *native.emulated_tiers()]
 
 
-@pytest.fixture
-def isa(request, monkeypatch):
-    """An instruction set of this machine, or one whose kernels run on an emulation, which only tests may open."""
-    name = request.param
-    if name in native.emulated_tiers():
-        monkeypatch.setattr("trivium_cpu.plugin._tier", lambda *_: name)
-    elif name not in (*native.tiers(), "auto"):
-        pytest.skip(f"this processor has no {name}")
-    return name
-
-
 def run_case(name: str, case: Case, kv_dtype: str = "float32", **options: Any) -> Outcome:
     """One operator by its kernel: a host call in its place is refused."""
     lab = open_lab("cpu", {"strict": True, **options})
