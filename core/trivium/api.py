@@ -115,7 +115,7 @@ class Opened(ABC):
             dtype=dtype, quantize=quantize, kv_dtype=kv_dtype, block_size=block_size, num_kv_blocks=num_kv_blocks,
             max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, max_model_len=max_model_len,
             strict=strict, enable_lora=enable_lora, max_loras=max_loras, max_lora_rank=max_lora_rank, backend_options=own,
-            num_speculative_tokens=wanted.num_speculative_tokens if wanted else 0, cached=tuple(filter(locals().get, CACHED)),
+            num_speculative_tokens=wanted.num_speculative_tokens if wanted else 0, cached=tuple(filter(vars().__getitem__, CACHED)),
         )  # fmt: skip
         config = EngineConfig(
             max_num_seqs, max_num_batched_tokens or max_num_seqs, enable_prefix_caching is not False, seed, scheduling_policy,

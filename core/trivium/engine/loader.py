@@ -41,7 +41,7 @@ CACHED = ("speculative", "kv_host_bytes", "kv_disk_path", "enable_prefix_caching
 _SAMPLE_FORMATS = ("float32", "float16", "bfloat16")
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class LoadOptions:
     """How to load. None or "auto": chosen and reported. `dtype`: every weight resident in that float type. `quantize`: resident
     format of the projections, also by part: "int4,lm_head=int4_asym,embedding=int8"; rounds what is quantised already, too.
@@ -87,7 +87,7 @@ class Route(NamedTuple):
     nbytes: int
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True)
 class Loaded(Model):
     """A model that is ready to run on one device, and what became of its files. `traced`: the Program before fusion. `inlet`: what
     the backend has loaded of the constant HIDDEN, if it is a draft head."""

@@ -126,7 +126,7 @@ class Grammars:
         return LLTokenizer(wrapper, eos_token=ends or None)
 
 
-@dataclass(eq=False, repr=False)
+@dataclass
 class Matcher:
     """Where one output stands in its grammar. _texts: ids that end nothing; _ends: those of _end_ids. _retire is called when the
     library fails: what it has made of the grammar, which all copies share, may be full or broken. complete: the text has ended, no
