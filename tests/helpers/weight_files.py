@@ -83,9 +83,15 @@ def tiny_gguf(path: Path, **more: Any) -> Path:
     return write_gguf(path, "llama", llama_metadata(**more) | TOKENIZER, llama_tensors())
 
 
-def whole_blocks_gguf(path: Path) -> Path:
+def whole_blocks_gguf(path: Path, positions: int = 64) -> Path:
     """A Llama of two layers with a tokenizer and a template, whose rows are whole blocks: of 64 numbers, and of 256 (ffn_down)."""
-    sizes = {"embedding_length": 64, "feed_forward_length": 256, "attention.head_count": 4, "attention.head_count_kv": 2}
+    sizes = {
+        "context_length": positions,
+        "embedding_length": 64,
+        "feed_forward_length": 256,
+        "attention.head_count": 4,
+        "attention.head_count_kv": 2,
+    }
     vocabulary = {
         "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": [chr(33 + i) for i in range(94)] + ["Ġ", "<s>"],
         "tokenizer.ggml.merges": ["a b"], "tokenizer.ggml.bos_token_id": 95, "tokenizer.ggml.eos_token_id": 95,
