@@ -27,7 +27,7 @@ LAYERS = 30
 SHAPES = ((576, 576), (192, 576), (192, 576), (576, 576), (1536, 576), (1536, 576), (576, 1536))
 HEAD = (49152, 576)
 ROWS = (8, 64, 256, 512)
-FORMATS = "int4:q4_0,int4:q4_1,int4:q4_k,int8:q8_0,bfloat16:bfloat16"
+FORMATS = "int4:q4_0,int4:q4_1,int4:q4_k,int4_i8:q4_0,int8:q8_0,bfloat16:bfloat16"
 ROW_BYTES = {"q4_0": (32, 18), "q4_1": (32, 20), "q4_k": (256, 144), "q8_0": (32, 34), "bfloat16": (1, 2), "float32": (1, 4)}
 DOT_ROUNDS = 500_000
 DOT_OPERATIONS = 12 * 64 * 2
@@ -53,6 +53,11 @@ def model(format: str, storage: str) -> list[Any]:
     layers = [linear.pack(arena, format, storage, shape[1], sources[shape]) for _ in range(LAYERS) for shape in shapes]
     head = ("int8", "q8_0") if format == "int4" else (format, storage)
     return [*layers, linear.pack(arena, *head, HEAD[1], random_rows(head[1], *HEAD))]
+
+
+def row_of_576(pair: list[str]) -> Any:
+    """A matrix of 576 inputs."""
+    return linear.pack(linear.Arena(), pair[0], pair[1], 576, random_rows(pair[1], 16, 576))
 
 
 def alternate(kernel: Any, ceiling: Any, repeats: int) -> tuple[list[float], list[float]]:
@@ -105,7 +110,7 @@ def main() -> None:
     args = parser.parse_args()
     pairs = [pair.split(":") for pair in args.formats.split(",")]
     results = [measure(args.isa, format, storage, args.threads, args.repeats) for format, storage in pairs]
-    quantise = min(linear.measure_quantise(args.isa, 576, 1000, args.repeats)) / 1000
+    quantise = min(linear.measure_quantise(args.isa, row_of_576(pairs[0]), 1000, args.repeats)) / 1000
     report = {"isa": args.isa, "threads": args.threads, "quantise_row_576_ns": quantise * 1e9, "formats": results}
     if args.json:
         print(json.dumps(report, indent=2))

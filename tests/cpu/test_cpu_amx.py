@@ -128,7 +128,7 @@ def test_a_bad_configuration_ends_the_emulation(fault: str) -> None:
 LAYOUTS = [
     ("int8", "q8_0"), ("int8", "q5_1"), ("int8", "q5_k"), ("int8", "q6_k"), ("int4", "q4_0"), ("int4", "q4_1"), ("int4", "q4_k"),
     ("int8", "float32"), ("int4", "float32"), ("int4", "q3_k"), ("int8_channel", "float32"), ("int4_g64", "float32"),
-    ("int4_g128", "float32"), ("int4_asym_g64", "float32"), ("int4_asym_g128", "float32"),
+    ("int4_g128", "float32"), ("int4_asym_g64", "float32"), ("int4_asym_g128", "float32"), ("int4_i8", "float32"),
 ]  # fmt: skip
 
 
@@ -156,7 +156,7 @@ def test_tiles_give_the_bits_of_the_vector_kernel(isa: str, format: str, storage
 
 @needs_kernels
 @pytest.mark.parametrize("isa", KERNELS)
-@pytest.mark.parametrize("format", ["int8", "int4"])
+@pytest.mark.parametrize("format", ["int8", "int4", "int4_i8"])
 def test_tiles_take_inputs_that_are_no_whole_number_of_groups(isa: str, format: str) -> None:
     m = linear.pack(linear.Arena(), format, "float32", 77, stored("float32", 40, 77))
     x = np.random.default_rng(1).standard_normal((33, 77), dtype=np.float32)

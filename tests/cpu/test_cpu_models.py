@@ -65,7 +65,7 @@ def test_experts_of_float_formats_equal_the_reference_on_the_numbers_held(isa, f
     assert_close(outcome.outputs["logits"], outcome.want["logits"], 2e-5)
 
 
-@pytest.mark.parametrize("format", ["int8", "int4", "int4_asym_g64", "int8_channel"])
+@pytest.mark.parametrize("format", ["int8", "int4", "int4_asym_g64", "int4_i8", "int8_channel"])
 @pytest.mark.parametrize("isa", ISAS, indirect=True)
 def test_experts_of_whole_numbers_equal_the_products_of_quantised_rows(isa, format):
     case = experts_case(biases=False)
@@ -79,8 +79,9 @@ def test_experts_of_whole_numbers_equal_the_products_of_quantised_rows(isa, form
     want = np.zeros_like(x)
     for t, e in np.ndindex(ids.shape):
         expert, row = ids[t, e], x[t : t + 1]
-        inner = apply_gate(*(product_of_quantised(row, m[expert]).astype(np.float32) for m in (gate, up)), "silu", None, 1.0, 0.0)
-        want[t] += shares[t, e] * product_of_quantised(inner, down[expert])[0]
+        wide = (product_of_quantised(row, m[expert], format).astype(np.float32) for m in (gate, up))
+        inner = apply_gate(*wide, "silu", None, 1.0, 0.0)
+        want[t] += shares[t, e] * product_of_quantised(inner, down[expert], format)[0]
     # A number of the inner row that lies between two codes may go to either.
     assert_close(outcome.outputs["logits"], want, 5e-3)
 

@@ -111,7 +111,7 @@ def test_zero_points_and_wide_groups_do_not_change_a_row_in_a_batch(isa, folders
     if isa not in native.tiers():
         pytest.skip(f"this machine lacks {isa}")
     prompts, greedy = [[5, 2, 8], [1, 4, 9, 9, 3], [7]], SamplingParams(temperature=0.0, max_tokens=6, logprobs=2)
-    for format in ("int4_g64", "int4_g128", "int4_asym", "int4_asym_g64", "int4_asym_g128", "int8_channel"):
+    for format in ("int4_g64", "int4_g128", "int4_asym", "int4_asym_g64", "int4_asym_g128", "int4_i8", "int8_channel"):
         with LLM(folders[True], backend="cpu", quantize=format, backend_options={"isa": isa}) as llm:
             together = llm.generate(prompts, greedy)
             for prompt, out in zip(prompts, together, strict=True):

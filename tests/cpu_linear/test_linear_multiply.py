@@ -17,7 +17,7 @@ LAYOUTS = [
     ("float32", "float32"), ("bfloat16", "bfloat16"), ("float16", "float16"), ("int8", "q8_0"), ("int8", "q5_1"), ("int8", "q5_k"),
     ("int8", "q6_k"), ("int4", "q4_0"), ("int4", "q4_1"), ("int4", "q4_k"), ("int8", "float32"), ("int4", "float32"),
     ("int4", "q3_k"), ("int4", "tq2_0"), ("int8_channel", "float32"), ("int4_g64", "float32"), ("int4_g128", "float32"),
-    ("int4_asym_g64", "float32"), ("int4_asym_g128", "float32"),
+    ("int4_asym_g64", "float32"), ("int4_asym_g128", "float32"), ("int4_i8", "float32"),
 ]  # fmt: skip
 ROWS = [1, 2, 3, 8, 17, 64]
 
@@ -89,7 +89,7 @@ def test_product_equals_numpy(isa: str, rows: int, format: str, storage: str) ->
     weights = m.unpack()
     y = multiply(isa, m, x)
     if format.startswith("int"):
-        assert_close(y, product_of_quantised(x, weights), 1e-5)
+        assert_close(y, product_of_quantised(x, weights, format), 1e-5)
         assert_close(y, x @ weights.T, 0.05)
         assert_close(y, x @ decoded(storage, stored(storage, 41, in_)).T, 0.5)
     else:
@@ -106,6 +106,19 @@ def test_full_range_codes_do_not_saturate(isa: str) -> None:
         assert_close(multiply(isa, m, x), np.full((1, 16), sign * float(codes.astype(int).sum())), 1e-6)
         x = np.where(codes < 0, -sign, sign).astype(np.float32)[None]
         assert_close(multiply(isa, m, x), np.full((1, 16), sign * float(np.abs(codes.astype(int)).sum())), 1e-6)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("rows", [1, 9, 40])
+def test_a_part_of_the_largest_whole_numbers_is_exact(isa: str, rows: int) -> None:
+    """Weights of both ends of a byte and inputs of both ends of another: the largest sums that a part can have."""
+    signs = np.where(np.arange(256) % 32 < 16, 1, -1).astype(np.float32)
+    m = linear.pack(linear.Arena(), "int4_i8", "float32", 256, np.tile(signs, (16, 1)).view(np.uint8))
+    weights = np.rint(m.unpack()[0] * 127)
+    assert weights.min() == -128 and weights.max() == 127
+    for x in (signs, -signs, np.ones(256, np.float32), np.arange(-127, 129, dtype=np.float32).clip(-127, 127)):
+        y = multiply(isa, m, np.tile(x, (rows, 1)).astype(np.float32))
+        np.testing.assert_allclose(y, np.full((rows, 16), float(weights @ x) / 127), rtol=3e-7, atol=1e-30)
 
 
 @pytest.mark.parametrize("isa", ISAS)

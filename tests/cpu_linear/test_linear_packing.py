@@ -92,7 +92,15 @@ def test_bfloat16_and_float16_round_to_nearest_even() -> None:
     np.testing.assert_array_equal(brain, rounded)
 
 
-@pytest.mark.parametrize("format", INTEGERS)
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_weights_that_are_not_finite_have_no_whole_numbers(bad: float) -> None:
+    weights = np.ones((2, 64), np.float32)
+    weights[1, 40] = bad
+    with pytest.raises(ValueError, match="finite"):
+        packed("int4_i8", "float32", weights.view(np.uint8))
+
+
+@pytest.mark.parametrize("format", [f for f in INTEGERS if f != "int4_i8"])
 @pytest.mark.parametrize("bad", [np.nan, np.inf, 3e38])
 def test_weights_without_a_float16_scale_are_refused(format: str, bad: float) -> None:
     weights = np.ones((2, 64), np.float32)
@@ -123,6 +131,32 @@ def test_a_group_is_whole_multiples_of_its_scale(format: str, group: int) -> Non
             levels = np.unique(numbers)
             assert len(levels) <= 16
             assert fits_a_grid(levels), levels
+
+
+def test_a_part_is_bytes_of_which_a_group_has_sixteen_evenly_spaced() -> None:
+    """Every weight is a whole multiple, of 8 bits, of its part's largest / 127, which need not fit float16."""
+    weights = np.random.default_rng(3).standard_normal((5, 600), dtype=np.float32)
+    weights[1] *= 1e-12
+    weights[2] *= 1e30
+    values = packed("int4_i8", "float32", weights.view(np.uint8)).unpack().astype(np.float64)
+    for start in range(0, 600, 256):
+        scale = (np.abs(weights[:, start : start + 256]).max(axis=1, keepdims=True) / np.float32(127)).astype(np.float64)
+        units = values[:, start : start + 256] / scale
+        assert np.abs(units - np.rint(units)).max() < 1e-4 and units.min() > -128.5 and units.max() < 127.5
+        for first in range(0, units.shape[1], 32):
+            for numbers in np.rint(units[:, first : first + 32]):
+                steps = np.diff(np.unique(numbers))
+                assert len(steps) < 16 and not (steps % max(np.gcd.reduce(steps.astype(int)), 1)).any()
+                assert steps.sum() / max(np.gcd.reduce(steps.astype(int)), 1) <= 15
+
+
+def test_whole_steps_err_little_more_than_free_ones() -> None:
+    weights = np.random.default_rng(4).standard_normal((64, 512), dtype=np.float32)
+
+    def error(format: str) -> float:
+        return float(np.square(packed(format, "float32", weights.view(np.uint8)).unpack() - weights).sum())
+
+    assert error("int4_i8") < 1.1 * error("int4_asym")
 
 
 def test_a_channel_is_whole_multiples_of_its_scale() -> None:

@@ -27,6 +27,7 @@ SCALES_AT = {
 K_BLOCKS = ("q4_k", "q5_k", "q6_k", "q3_k", "iq4_xs", "tq1_0", "tq2_0")
 BLOCKS = SMALL_BLOCKS + K_BLOCKS
 GROUP = 32
+PART = 256
 
 
 def block_size(storage: str) -> int:
@@ -78,8 +79,19 @@ def quantised(x: Floats) -> tuple[npt.NDArray[np.int32], Floats, Floats]:
     return np.where(live[..., None], codes, 0), np.where(live, multiplier, np.float32(2**-10)), scale.astype(np.float32)
 
 
-def product_of_quantised(x: Floats, weights: Floats) -> npt.NDArray[np.float64]:
-    """x W^T with x rounded as the kernels round it, otherwise in float64."""
+def quantised_by_parts(x: Floats) -> npt.NDArray[np.float64]:
+    """Rows in 8 bits with one scale, largest / 127, for every PART numbers: what they mean, float64[rows, in]."""
+    padded = np.zeros((len(x), -(-x.shape[1] // PART), PART), np.float32)
+    padded.reshape(len(x), -1)[:, : x.shape[1]] = x
+    most = np.abs(padded).max(axis=2, keepdims=True)
+    codes = np.rint(padded * (np.float32(127) / np.where(most < 1e-30, np.float32(np.inf), most)))
+    return (codes * (most / np.float32(127)).astype(np.float64)).reshape(len(x), -1)[:, : x.shape[1]]
+
+
+def product_of_quantised(x: Floats, weights: Floats, format: str = "int4") -> npt.NDArray[np.float64]:
+    """x W^T with x rounded as the kernels of a format round it, otherwise in float64."""
+    if format == "int4_i8":
+        return quantised_by_parts(x) @ weights.astype(np.float64).T
     codes, multiplier, scale = quantised(x)
     rounded = codes * (scale[:, None] * multiplier)[..., None].astype(np.float64)
     return rounded.reshape(len(x), -1)[:, : x.shape[1]] @ weights.astype(np.float64).T

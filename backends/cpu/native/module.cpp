@@ -193,8 +193,11 @@ NB_MODULE(_native, m) {
   nb::module_ linear_module = m.def_submodule("linear");
   linear::bind_linear(linear_module);
   linear_module.def("needs_quantised", [](const linear::PackedMatrix& matrix) { return linear::needs_quantised(matrix.view().layout); });
-  linear_module.def("record_numbers", [](int64_t in) { return linear::QuantisedRows::row_bytes(in) / static_cast<int64_t>(sizeof(float)); },
-                    "Numbers of 4 bytes that a quantised row of `in` takes.");
+  linear_module.def("record_numbers", [](const std::vector<const linear::PackedMatrix*>& matrices) {
+    auto records = linear::Records::none;
+    for (const auto* matrix : matrices) records = records | linear::records_of(matrix->view().layout);
+    return linear::QuantisedRows::row_bytes(matrices.at(0)->view().in, records) / static_cast<int64_t>(sizeof(float));
+  }, "Numbers of 4 bytes that a row of inputs takes, quantised as matrices need that read it.");
   m.attr("SPAN") = kSpan;
   nb::class_<Runtime>(m, "Runtime")
       .def(nb::new_(&make_runtime), "threads"_a, "tier"_a)

@@ -20,14 +20,16 @@ bool Project::reads_plain() const {
   return std::any_of(targets.begin(), targets.end(), [](const Target& t) { return !linear::needs_quantised(t.matrix.layout); });
 }
 
-bool Project::reads_quantised() const {
-  return std::any_of(targets.begin(), targets.end(), [](const Target& t) { return linear::needs_quantised(t.matrix.layout); });
+linear::Records Project::records() const {
+  auto all = linear::Records::none;
+  for (const Target& target : targets) all = all | linear::records_of(target.matrix.layout);
+  return all;
 }
 
 size_t Project::scratch_bytes() const {
   const int64_t row = in_ * static_cast<int64_t>(sizeof(float));
   const int64_t up = kTileRowsAtATime * kTilesAtATime * linear::kTile * static_cast<int64_t>(sizeof(float));
-  return lines(kOwnRows * row) + lines(row) + lines(up) + lines(kOwnRows * linear::QuantisedRows::row_bytes(in_));
+  return lines(kOwnRows * row) + lines(row) + lines(up) + lines(kOwnRows * linear::QuantisedRows::row_bytes(in_, records()));
 }
 
 Project::Scratch Project::scratch_of(Worker& worker) const {
@@ -62,11 +64,13 @@ void Project::prepare_row(const Step& step, int64_t row, bool keep_sum, float* n
 linear::Input Project::prepare(const Step& step, Worker& worker, const Scratch& scratch) {
   const int64_t rows = step.count(rows_);
   const bool own = rows <= kOwnRows, has_norm = norm.kind != NormSpec::Kind::none;
+  const linear::Records kinds = records();
+  const bool quantises = kinds != linear::Records::none;
   linear::Input input{step.floats(x_), in_, {}};
-  if (reads_quantised()) input.quantised = {own ? static_cast<void*>(scratch.records) : step.floats(quantised), in_};
+  if (quantises) input.quantised = {own ? static_cast<void*>(scratch.records) : step.floats(quantised), in_, kinds};
   float* made = !has_norm || !reads_plain() ? nullptr : own ? scratch.rows : step.floats(normed);
   if (has_norm) input.x = made;
-  if (!has_norm && !reads_quantised()) return input;
+  if (!has_norm && !quantises) return input;
   if (own) {
     for (int64_t r = 0; r < rows; ++r) prepare_row(step, r, worker.index() == 0, made, input.quantised, scratch.row);
   } else {

@@ -51,7 +51,7 @@ private:
 
   int64_t all_tiles() const;
   bool reads_plain() const;
-  bool reads_quantised() const;
+  linear::Records records() const;
   Scratch scratch_of(Worker& worker) const;
   linear::Input prepare(const Step& step, Worker& worker, const Scratch& scratch);
   void prepare_row(const Step& step, int64_t row, bool keep_sum, float* normed, const linear::QuantisedRows& records, float* spare) const;

@@ -6,7 +6,9 @@
 namespace trivium {
 namespace {
 
-int64_t record_numbers(int64_t in) { return linear::QuantisedRows::row_bytes(in) / static_cast<int64_t>(sizeof(float)); }
+int64_t record_numbers(int64_t in, linear::Records records) {
+  return linear::QuantisedRows::row_bytes(in, records) / static_cast<int64_t>(sizeof(float));
+}
 
 // Rows first .. of an input.
 linear::Input from_row(linear::Input input, int64_t first) {
@@ -33,7 +35,7 @@ void HeadLinear::run(const Step& step, Worker& worker) {
   const int64_t tokens = step.tokens, in = stack_.in(), out = stack_.out(), at_a_time = rows_at_a_time(step);
   const float* x = step.floats(x_);
   float* y = step.floats(y_);
-  const linear::QuantisedRows records(stack_.reads_quantised() ? step.floats(records_) : nullptr, in);
+  const linear::QuantisedRows records(stack_.reads_quantised() ? step.floats(records_) : nullptr, in, stack_.records());
   if (stack_.reads_quantised()) {  // head by head, so that a head's tokens are rows that follow each other
     share_rows(worker, shares[0], tokens * heads_, row_grain(in), [&](int64_t row) {
       step.linear->quantise_row(x + (row % tokens * heads_ + row / tokens) * in, records, row);
@@ -75,12 +77,13 @@ struct Experts::Item {
 
 int64_t Experts::wide_numbers(const Weights& w, int64_t top_k) {
   const int64_t hidden = w.gate.in(), plain = !w.gate.reads_quantised() || !w.up.reads_quantised() ? hidden : 0;
-  const int64_t records = w.gate.reads_quantised() || w.up.reads_quantised() ? record_numbers(hidden) : 0;
+  const linear::Records kinds = w.gate.records() | w.up.records();
+  const int64_t records = kinds != linear::Records::none ? record_numbers(hidden, kinds) : 0;
   return top_k * std::max(plain + records, w.down.out());
 }
 
 int64_t Experts::inner_numbers(const Weights& w, int64_t top_k) {
-  return top_k * (w.down.in() + (w.down.reads_quantised() ? record_numbers(w.down.in()) : 0));
+  return top_k * (w.down.in() + (w.down.reads_quantised() ? record_numbers(w.down.in(), w.down.records()) : 0));
 }
 
 // Records come first, so that they keep their alignment.
@@ -94,9 +97,9 @@ Experts::Pairs Experts::pairs_of(const Step& step) const {
   const int64_t hidden = w_.gate.in(), inter = w_.down.in();
   p.results = step.floats(memory_.wide);
   float* at = p.results;
-  if (w_.gate.reads_quantised() || w_.up.reads_quantised()) {
-    p.wide.quantised = {at, hidden};
-    at += p.count * record_numbers(hidden);
+  if (const linear::Records kinds = w_.gate.records() | w_.up.records(); kinds != linear::Records::none) {
+    p.wide.quantised = {at, hidden, kinds};
+    at += p.count * record_numbers(hidden, kinds);
   }
   if (!w_.gate.reads_quantised() || !w_.up.reads_quantised()) {
     p.wide.x = p.plain = at;
@@ -104,8 +107,8 @@ Experts::Pairs Experts::pairs_of(const Step& step) const {
   }
   at = step.floats(memory_.inner);
   if (w_.down.reads_quantised()) {
-    p.inner.quantised = {at, inter};
-    at += p.count * record_numbers(inter);
+    p.inner.quantised = {at, inter, w_.down.records()};
+    at += p.count * record_numbers(inter, w_.down.records());
   }
   p.gated = at;
   p.inner.x = at;

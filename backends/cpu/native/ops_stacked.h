@@ -23,6 +23,7 @@ public:
 
   int64_t out() const { return out_; }
   int64_t in() const { return all_.in; }
+  linear::Records records() const { return linear::records_of(all_.layout); }
   bool reads_quantised() const { return linear::needs_quantised(all_.layout); }
   // Pieces of kTilesAtATime tiles that a matrix takes, at most.
   int64_t pieces() const { return ceil_div(ceil_div(out_, linear::kTile) + (out_ % linear::kTile != 0), kTilesAtATime); }

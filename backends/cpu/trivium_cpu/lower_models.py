@@ -71,10 +71,10 @@ def _experts_work(matrices: list[Any], experts: int, top_k: int) -> WorkOf:
 
 def _head_linear(low: Lowering, call: Call) -> None:
     x, weight = _given(call)
-    heads, width, matrix = int(weight.shape[0]), last(x), low.matrix(weight)
+    heads, matrix = int(weight.shape[0]), low.matrix(weight)
     records = ABSENT
     if _native.linear.needs_quantised(matrix):
-        records = low.temporary("tokens", heads * _native.linear.record_numbers(width))
+        records = low.temporary("tokens", heads * _native.linear.record_numbers([matrix]))
     at, y = low.place(x), low.result(call.results[0])
     products = 2 * math.prod(int(n) for n in weight.shape)
     low.emit(

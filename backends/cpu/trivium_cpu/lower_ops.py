@@ -49,7 +49,7 @@ def project(
     quantised = any(_native.linear.needs_quantised(m) for m in packed)
     plain = norm is not NO_NORM and not all(_native.linear.needs_quantised(m) for m in packed)
     normed = low.temporary(rows.symbol, rows.factor * width) if plain else ABSENT
-    record = low.temporary(rows.symbol, rows.factor * _native.linear.record_numbers(width)) if quantised else ABSENT
+    record = low.temporary(rows.symbol, rows.factor * _native.linear.record_numbers(packed)) if quantised else ABSENT
     reads = [low.place(x), other, *(outs if accumulate else [])]
     cost = Cost((*reads, total), tuple(outs), projection(rows, packed), "int8" if quantised else "float32")
     low.emit(

@@ -17,8 +17,7 @@
 // A layout with a scale for 16 inputs takes half as deep tiles: a unit is what has one scale.
 #pragma once
 
-#include "amx_tiles.h"
-#include "kernel.h"
+#include "amx_parts.h"
 
 namespace trivium::linear {
 
@@ -281,6 +280,7 @@ struct AmxKernel {
   // As LinearKernels::quantise_row, with what the tiles read.
   static void quantise_row(const float* x, const QuantisedRows& rows, int64_t row) {
     Plain::quantise_row(x, rows, row);
+    if (!has(rows.records, Records::groups)) return;
     const QuantisedGroup* group = rows.group(row);
     uint8_t* wide = rows.wide(row);
     TileFactor* factors = rows.factors(row);
@@ -306,6 +306,7 @@ struct AmxKernel {
     const Range tiled = {rows.begin, rows.end - (rest < kLeast ? rest : 0)};
     if (!needs_quantised(matrix.layout) || tiled.begin >= tiled.end) return plain.multiply(matrix, input, rows, outs, output);
     if (tiled.end < rows.end) plain.multiply(matrix, input, {tiled.end, rows.end}, outs, output);
+    if (is_stepped(matrix.layout)) return AmxPartKernel<Tiles, S>::multiply(matrix, input, tiled, outs, output);
     call_for(matrix.layout, [&]<Layout kLayout>() { multiply_codes<kLayout>(matrix, input, tiled, outs, output); });
   }
 };

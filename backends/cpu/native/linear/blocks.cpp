@@ -203,6 +203,7 @@ RowCodes::RowCodes(int64_t in) {
   d_min.resize(blocks);
   sub_scale.resize(blocks * 16);
   sub_min.resize(blocks * 8);
+  part_scale.resize(blocks);
 }
 
 int64_t storage_row_bytes(Storage storage, int64_t in) {

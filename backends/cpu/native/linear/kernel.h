@@ -44,6 +44,9 @@ TRIVIUM_INLINE void call_for(Layout layout, const Body& body) {
 }
 
 template <class S>
+struct PartKernel;  // part_kernel.h
+
+template <class S>
 struct LinearKernel {
   using I32 = typename S::I32;
   using F32 = typename S::F32;
@@ -103,8 +106,7 @@ struct LinearKernel {
     int64_t stride;
 
     TRIVIUM_INLINE Groups(const QuantisedRows& rows, int64_t first, int64_t group = 0) : stride(rows.stride) {
-      const uint8_t* begin = rows.data + group * static_cast<int64_t>(sizeof(QuantisedGroup));
-      for (int i = 0; i < kPointers; ++i) pointer[i] = begin + (first + 3 * i) * stride;
+      for (int i = 0; i < kPointers; ++i) pointer[i] = reinterpret_cast<const uint8_t*>(rows.group(first + 3 * i) + group);
     }
     TRIVIUM_INLINE const QuantisedGroup& operator[](int row) const {
       return *reinterpret_cast<const QuantisedGroup*>(pointer[row / 3] + row % 3 * stride);
@@ -340,6 +342,7 @@ struct LinearKernel {
       case Layout::float32: return multiply_floats<Layout::float32>(matrix, input, rows, outs, output);
       case Layout::bfloat16: return multiply_floats<Layout::bfloat16>(matrix, input, rows, outs, output);
       case Layout::float16: return multiply_floats<Layout::float16>(matrix, input, rows, outs, output);
+      case Layout::q4_i: return PartKernel<S>::multiply(matrix, input, rows, outs, output);
       default: call_for(matrix.layout, [&]<Layout kLayout>() { multiply_codes<kLayout>(matrix, input, rows, outs, output); });
     }
   }
@@ -401,8 +404,13 @@ struct LinearKernel {
     group.scaled_sum = static_cast<float>(sums[0] + sums[1]) * (multiplier * (1 << kMaxShift));
   }
 
-  // A row whose largest magnitude is below 1e-30 counts as zero (its inverse scale would overflow).
   static void quantise_row(const float* x, const QuantisedRows& rows, int64_t row) {
+    if (has(rows.records, Records::groups)) quantise_groups(x, rows, row);
+    if (has(rows.records, Records::parts)) PartKernel<S>::quantise(x, rows.in, rows.part(row));
+  }
+
+  // A row whose largest magnitude is below 1e-30 counts as zero (its inverse scale would overflow).
+  static void quantise_groups(const float* x, const QuantisedRows& rows, int64_t row) {
     constexpr uint32_t kInfinity = 0x7f800000u;
     const int64_t whole = rows.in / kGroup, groups = rows.groups();
     QuantisedGroup* group = rows.group(row);
@@ -434,3 +442,5 @@ struct LinearKernel {
 };
 
 }  // namespace trivium::linear
+
+#include "part_kernel.h"

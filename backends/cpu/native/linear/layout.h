@@ -16,6 +16,7 @@
 //   s64, s128  float16 scale[2], each for 2 or 4 groups
 //   z64, z128  float16 scale, uint8 zero point, 16 bytes unused; the chunk's 2 or 4 groups share them
 //   c    float16 scale, 32 bytes unused; one chunk is the whole row
+//   i    float32 scale, then for each of 8 groups: uint8 step, uint8 offset
 // The last chunk of a row ends with the row's last pair of groups. Codes are unsigned; symmetric layouts subtract kZero4 or kZero8.
 #pragma once
 
@@ -65,6 +66,7 @@ constexpr Shape shape(Layout layout) {
 
 constexpr bool has_half_groups(Layout layout) { return layout == Layout::q8_k6 || layout == Layout::q4_k6; }
 constexpr bool has_zero_points(Layout layout) { return layout == Layout::q4_z64 || layout == Layout::q4_z128; }
+constexpr bool is_stepped(Layout layout) { return layout == Layout::q4_i; }
 constexpr bool is_blocked(Layout layout) { return layout == Layout::q8_k || layout == Layout::q4_k || has_half_groups(layout); }
 // Layouts of published files, whose kernels are compiled for every number of rows in registers; others for few, which cost them some
 // speed in batches and everybody less compiling.

@@ -15,6 +15,7 @@ namespace trivium::linear {
 
 inline constexpr int64_t kTile = 16;        // outputs that are packed together; ranges of outputs are split at multiples of it
 inline constexpr int64_t kGroup = 32;       // inputs that share a scale in a quantised row
+inline constexpr int64_t kPart = 256;       // inputs that share one in a row quantised by parts
 inline constexpr int64_t kAlign = 64;       // alignment, in bytes, of packed matrices and of quantised rows
 inline constexpr int64_t kRowBlock = 8;     // ranges of rows are best split at multiples of it
 
@@ -27,22 +28,24 @@ enum class Storage : uint8_t {
 inline constexpr const char* kStorageNames[] = {"float32", "bfloat16", "float16", "q4_0",   "q4_1",   "q5_0",  "q5_1",  "q8_0", "q4_k",
                                                 "q5_k",    "q6_k",     "q3_k",    "iq4_nl", "iq4_xs", "tq1_0", "tq2_0", "mxfp4"};
 
-// What the caller asks for. Groups of 32 inputs unless the name says otherwise; asym: with a minimum (32) or a zero point.
+// What the caller asks for. Groups of 32 inputs unless the name says otherwise; asym: with a minimum (32) or a zero point; i8: 4-bit codes
+// that stand for whole numbers of 8 bits, as round_row makes them.
 enum class Format : uint8_t {
-  float32, bfloat16, float16, int8, int8_channel, int4, int4_g64, int4_g128, int4_asym, int4_asym_g64, int4_asym_g128
+  float32, bfloat16, float16, int8, int8_channel, int4, int4_g64, int4_g128, int4_asym, int4_asym_g64, int4_asym_g128, int4_i8
 };
-inline constexpr const char* kFormatNames[] = {"float32",   "bfloat16",  "float16",       "int8",          "int8_channel", "int4", "int4_g64",
-                                               "int4_g128", "int4_asym", "int4_asym_g64", "int4_asym_g128"};
+inline constexpr const char* kFormatNames[] = {"float32",   "bfloat16",  "float16",       "int8",           "int8_channel", "int4", "int4_g64",
+                                               "int4_g128", "int4_asym", "int4_asym_g64", "int4_asym_g128", "int4_i8"};
 
 // What lies in memory. Suffixes: s, float16 scale a group of 32, symmetric; sm, float16 scale and minimum a group of 32; k,
 // 8-bit scale and minimum a group of 32 under two float16 factors a block of 256; k6, signed 8-bit scale a group of 16 under
 // one factor a 256; s64, s128, c: as s with one scale for 64 inputs, for 128, for the whole row; z64, z128: float16 scale and
-// whole zero point for 64 inputs, for 128.
+// whole zero point for 64 inputs, for 128; i: two 8-bit whole numbers a group of 32, step and offset, under one float32 scale a part of
+// kPart inputs: a weight is scale * (step * code + offset - kZero8), and step * code + offset always fits a byte.
 enum class Layout : uint8_t {
-  float32, bfloat16, float16, q8_s, q8_sm, q8_k, q8_k6, q8_c, q4_s, q4_sm, q4_k, q4_k6, q4_s64, q4_s128, q4_z64, q4_z128
+  float32, bfloat16, float16, q8_s, q8_sm, q8_k, q8_k6, q8_c, q4_s, q4_sm, q4_k, q4_k6, q4_s64, q4_s128, q4_z64, q4_z128, q4_i
 };
-inline constexpr const char* kLayoutNames[] = {"float32", "bfloat16", "float16", "q8_s",  "q8_sm",  "q8_k",    "q8_k6",  "q8_c",
-                                               "q4_s",    "q4_sm",    "q4_k",    "q4_k6", "q4_s64", "q4_s128", "q4_z64", "q4_z128"};
+inline constexpr const char* kLayoutNames[] = {"float32", "bfloat16", "float16", "q8_s",   "q8_sm",   "q8_k",   "q8_k6",   "q8_c", "q4_s",
+                                               "q4_sm",   "q4_k",     "q4_k6",   "q4_s64", "q4_s128", "q4_z64", "q4_z128", "q4_i"};
 
 // The layout that holds `storage` in `format`: without loss where that exists, else by rounding.
 Layout choose_layout(Format format, Storage storage);
@@ -50,6 +53,14 @@ Layout choose_layout(Format format, Storage storage);
 bool is_lossless(Format format, Storage storage);
 // True for int8 and int4 layouts: multiply reads Input::quantised instead of Input::x.
 constexpr bool needs_quantised(Layout layout) { return layout >= Layout::q8_s; }
+
+// How a row of inputs is quantised: what one layout's kernels read. A record may hold both.
+enum class Records : uint8_t { none = 0, groups = 1, parts = 2, both = 3 };
+constexpr Records operator|(Records a, Records b) { return static_cast<Records>(static_cast<uint8_t>(a) | static_cast<uint8_t>(b)); }
+constexpr bool has(Records records, Records kind) { return (static_cast<uint8_t>(records) & static_cast<uint8_t>(kind)) != 0; }
+constexpr Records records_of(Layout layout) {
+  return !needs_quantised(layout) ? Records::none : layout == Layout::q4_i ? Records::parts : Records::groups;
+}
 // Bytes of one row of `in` numbers in a checkpoint; 0 if `in` is not a whole number of blocks.
 int64_t storage_row_bytes(Storage storage, int64_t in);
 
@@ -123,7 +134,8 @@ void unpack_row(const MatrixView& matrix, int64_t row, float* out);
 
 // ----------------------------------------------------------------------------------------------------------------- inputs
 
-// Input rows as signed 8-bit numbers under one float32 scale a row and a multiplier a group of kGroup:
+// Input rows as signed 8-bit numbers, in one of two ways or both. By groups: under one float32 scale a row and a multiplier a group of
+// kGroup:
 //   x = scale * 2^shift * (1 + quarters / 4) * q, |q| <= 127.
 // scale is the row's largest magnitude / (127 * 2^kMaxShift); a group has the least multiplier that holds it. So kernels need no
 // product for it: they shift whole sums, take the weight's scale times (1 + quarters / 4) from a table of four, and multiply by the
@@ -142,31 +154,52 @@ struct alignas(64) QuantisedGroup {
   float scaled_sum;        // 2^shift * (1 + quarters / 4) * sum(q)
 };
 
+// By parts: x = scale * q, |q| <= 127, scale = the part's largest magnitude / 127. All sums of products of a part, with any bytes, are
+// whole numbers below 2^24: exact in int32 and in float32, in any order.
+struct alignas(64) QuantisedPart {
+  int8_t q[kPart];
+  float scale;                     // NaN if one of its numbers is not finite
+  int32_t start;                   // -128 * sum(q), where sums of products with unsigned bytes start
+  float start_float;               // the same
+  float sums[kPart / kGroup];      // of each group's q, whole
+};
+
 // What matrix tiles need of a group beside its codes.
 struct TileFactor {
   float scaled_sum;  // of the group
   uint32_t entry;    // where the group's quarters lie in a kernel's table
 };
 
-// A view on caller's memory: rows * row_bytes(in) bytes, aligned to kAlign. A row is its groups, an even number of them, a line that
-// starts with its scale, and what only kernels on matrix tiles write and read: each group's kGroup codes times 2^shift in bfloat16, of
-// every 8 inputs the even ones first, and the groups' factors. An odd number of cache lines, so that rows spread over the cache's sets.
+// A view on caller's memory: rows * row_bytes(in, records) bytes, aligned to kAlign. A row is its parts, the last of which may be cut
+// short after a pair of groups as far as kernels care; then its groups, an even number of them, a line that starts with its scale, and what
+// only kernels on matrix tiles write and read: each group's kGroup codes times 2^shift in bfloat16, of every 8 inputs the even ones first,
+// and the groups' factors. An odd number of cache lines, so that rows spread over the cache's sets.
 struct QuantisedRows {
   uint8_t* data = nullptr;
   int64_t in = 0;
   int64_t stride = 0;
+  Records records = Records::none;
 
   static constexpr int64_t groups_of(int64_t in) { return (in + 2 * kGroup - 1) / (2 * kGroup) * 2; }
-  static constexpr int64_t row_bytes(int64_t in) {
+  static constexpr int64_t parts_of(int64_t in) { return (in + kPart - 1) / kPart; }
+  static constexpr int64_t part_bytes(int64_t in, Records records) {
+    return has(records, Records::parts) ? parts_of(in) * static_cast<int64_t>(sizeof(QuantisedPart)) : 0;
+  }
+  static constexpr int64_t row_bytes(int64_t in, Records records) {
     constexpr int64_t kLineFactors = kAlign / static_cast<int64_t>(sizeof(TileFactor));
     const int64_t groups = groups_of(in);
-    return ((2 * groups + 1 + (groups + kLineFactors - 1) / kLineFactors) | 1) * kAlign;
+    const int64_t lines = has(records, Records::groups) ? 2 * groups + 1 + (groups + kLineFactors - 1) / kLineFactors : 0;
+    return ((part_bytes(in, records) / kAlign + lines) | 1) * kAlign;
   }
   QuantisedRows() = default;
-  QuantisedRows(void* memory, int64_t in_) : data(static_cast<uint8_t*>(memory)), in(in_), stride(row_bytes(in_)) {}
+  QuantisedRows(void* memory, int64_t in_, Records records_)
+      : data(static_cast<uint8_t*>(memory)), in(in_), stride(row_bytes(in_, records_)), records(records_) {}
 
+  QuantisedPart* part(int64_t row) const { return reinterpret_cast<QuantisedPart*>(data + row * stride); }
   int64_t groups() const { return groups_of(in); }
-  QuantisedGroup* group(int64_t row) const { return reinterpret_cast<QuantisedGroup*>(data + row * stride); }
+  QuantisedGroup* group(int64_t row) const {
+    return reinterpret_cast<QuantisedGroup*>(data + row * stride + part_bytes(in, records));
+  }
   float* scale(int64_t row) const { return reinterpret_cast<float*>(group(row) + groups()); }
   uint8_t* wide(int64_t row) const { return reinterpret_cast<uint8_t*>(group(row) + groups() + 1); }
   TileFactor* factors(int64_t row) const { return reinterpret_cast<TileFactor*>(wide(row) + groups() * kAlign); }

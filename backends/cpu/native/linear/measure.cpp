@@ -117,24 +117,24 @@ std::vector<double> measure_multiply(const LinearKernels& kernels, const std::ve
   std::map<int64_t, AlignedBuffer> buffers;
   for (const MatrixView& matrix : matrices) {
     if (buffers.contains(matrix.in)) continue;
-    auto& buffer = buffers.emplace(matrix.in, rows * QuantisedRows::row_bytes(matrix.in)).first->second;
-    for (int64_t row = 0; row < rows; ++row) kernels.quantise_row(x.data() + row * most_in, {buffer.data(), matrix.in}, row);
+    auto& buffer = buffers.emplace(matrix.in, rows * QuantisedRows::row_bytes(matrix.in, Records::both)).first->second;
+    for (int64_t row = 0; row < rows; ++row) kernels.quantise_row(x.data() + row * most_in, {buffer.data(), matrix.in, Records::both}, row);
   }
   return time_repeats(threads, repeats, [&](int thread) {
     for (const MatrixView& matrix : matrices) {
-      const Input input{x.data(), most_in, {buffers.at(matrix.in).data(), matrix.in}};
+      const Input input{x.data(), most_in, {buffers.at(matrix.in).data(), matrix.in, Records::both}};
       kernels.multiply(matrix, input, {0, rows}, share(matrix, thread, threads), {y.data(), matrix.out});
     }
   });
 }
 
-std::vector<double> measure_quantise(const LinearKernels& kernels, int64_t in, int64_t count, int repeats) {
+std::vector<double> measure_quantise(const LinearKernels& kernels, Records records, int64_t in, int64_t count, int repeats) {
   std::vector<float> x(static_cast<size_t>(in), 0.5f);
-  AlignedBuffer buffer(QuantisedRows::row_bytes(in));
+  AlignedBuffer buffer(QuantisedRows::row_bytes(in, records));
   return time_repeats(1, repeats, [&](int) {
     for (int64_t i = 0; i < count; ++i) {
       x[0] = static_cast<float>(i);
-      kernels.quantise_row(x.data(), {buffer.data(), in}, 0);
+      kernels.quantise_row(x.data(), {buffer.data(), in, records}, 0);
     }
   });
 }

@@ -15,6 +15,6 @@ std::vector<double> measure_dots(const LinearKernels& kernels, int64_t rounds, i
 std::vector<double> measure_multiply(const LinearKernels& kernels, const std::vector<MatrixView>& matrices, int64_t rows,
                                      int threads, int repeats);
 // `count` quantisations of one row of `in` numbers.
-std::vector<double> measure_quantise(const LinearKernels& kernels, int64_t in, int64_t count, int repeats);
+std::vector<double> measure_quantise(const LinearKernels& kernels, Records records, int64_t in, int64_t count, int repeats);
 
 }  // namespace trivium::linear

@@ -76,9 +76,9 @@ struct OwnedRows {
   QuantisedRows rows;
 
   OwnedRows(const LinearKernels& table, const Floats& x)
-      : bytes(x.shape(0) * QuantisedRows::row_bytes(static_cast<int64_t>(x.shape(1))) + kAlign) {
+      : bytes(x.shape(0) * QuantisedRows::row_bytes(static_cast<int64_t>(x.shape(1)), Records::both) + kAlign) {
     auto start = (reinterpret_cast<uintptr_t>(bytes.data()) + kAlign - 1) / kAlign * kAlign;
-    rows = QuantisedRows(reinterpret_cast<void*>(start), static_cast<int64_t>(x.shape(1)));
+    rows = QuantisedRows(reinterpret_cast<void*>(start), static_cast<int64_t>(x.shape(1)), Records::both);
     for (size_t r = 0; r < x.shape(0); ++r) table.quantise_row(x.data() + r * x.shape(1), rows, static_cast<int64_t>(r));
   }
 };
@@ -144,9 +144,9 @@ void bind_measures(nb::module_& m) {
                                int threads, int repeats) {
     return measure_multiply(kernels_named(isa), views(matrices), rows, threads, repeats);
   }, "Seconds of each repeat of multiplying all matrices with `rows` inputs.");
-  m.def("measure_quantise", [](const std::string& isa, int64_t in, int64_t count, int repeats) {
-    return measure_quantise(kernels_named(isa), in, count, repeats);
-  }, "Seconds of each repeat of quantising a row of `in` numbers `count` times.");
+  m.def("measure_quantise", [](const std::string& isa, const PackedMatrix& matrix, int64_t count, int repeats) {
+    return measure_quantise(kernels_named(isa), records_of(matrix.view().layout), matrix.view().in, count, repeats);
+  }, "Seconds of each repeat of quantising a row of inputs of `matrix` `count` times.");
 }
 
 }  // namespace

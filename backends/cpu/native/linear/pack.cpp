@@ -52,6 +52,7 @@ public:
 
   uint8_t* half(int64_t group, int64_t offset) const { return chunk(group) + offset + 2 * lane_; }
   uint8_t* scale(int64_t group) const { return half(group, 32 * (group % shape_.groups / shape_.span)); }
+  uint8_t* part_scale(int64_t group) const { return chunk(group) + static_cast<int64_t>(sizeof(float)) * lane_; }
   uint8_t* zero_point(int64_t group) const { return chunk(group) + 32 + lane_; }
   uint8_t* min(int64_t group) const { return half(group, 32); }
   uint8_t* sub_scale(int64_t group) const { return chunk(group) + 64 + 32 * (group % 8) + lane_; }
@@ -70,6 +71,11 @@ void write_half(uint8_t* p, uint16_t bits) {
   p[0] = static_cast<uint8_t>(bits);
   p[1] = static_cast<uint8_t>(bits >> 8);
 }
+float read_float(const uint8_t* p) {
+  float value;
+  std::memcpy(&value, p, sizeof value);
+  return value;
+}
 float read_half(const uint8_t* p) { return from_float16(static_cast<uint16_t>(p[0] | p[1] << 8)); }
 
 int zero_of(Layout layout) {
@@ -80,6 +86,12 @@ int zero_of(Layout layout) {
 void write_scales(const RowCodes& row, int64_t groups, const Lane& lane) {
   const bool k6 = has_half_groups(lane.layout());
   for (int64_t g = 0; g < groups; ++g) {
+    if (is_stepped(lane.layout())) {
+      std::memcpy(lane.part_scale(g), &row.part_scale[static_cast<size_t>(g * kGroup / kPart)], sizeof(float));
+      *lane.sub_scale(g) = row.sub_scale[g];
+      *lane.sub_min(g) = row.sub_min[g];
+      continue;
+    }
     if (!is_blocked(lane.layout())) {
       write_half(lane.scale(g), row.scale[g]);
       if (has_zero_points(lane.layout())) *lane.zero_point(g) = row.sub_min[g];
@@ -146,6 +158,10 @@ struct Scales {
 };
 
 Scales read_scales(const Lane& lane, int64_t group) {
+  if (is_stepped(lane.layout())) {  // with the part's scale still to come: both are whole
+    const auto step = static_cast<float>(*lane.sub_scale(group));
+    return {{step, step}, static_cast<float>(*lane.sub_min(group) - kZero8)};
+  }
   if (!is_blocked(lane.layout())) {
     const float scale = read_half(lane.scale(group));
     if (has_zero_points(lane.layout())) return {{scale, scale}, -(scale * static_cast<float>(*lane.zero_point(group)))};
@@ -176,6 +192,7 @@ void read_codes(const Lane& lane, int64_t in, float* out) {
     const int code = four ? byte >> (place / 4 % 2 * 4) & 15 : byte;
     const float product = scales.scale[place / 16] * static_cast<float>(code - zero);
     out[i] = is_symmetric(lane.layout()) ? product : product + scales.min;
+    if (is_stepped(lane.layout())) out[i] *= read_float(lane.part_scale(i / kGroup));
   }
 }
 
@@ -220,6 +237,7 @@ Layout choose_layout(Format format, Storage storage) {
     case Format::int4_asym: return Layout::q4_sm;
     case Format::int4_asym_g64: return Layout::q4_z64;
     case Format::int4_asym_g128: return Layout::q4_z128;
+    case Format::int4_i8: return Layout::q4_i;
     case Format::int8_channel: return Layout::q8_c;
     default: return Layout::q8_s;
   }

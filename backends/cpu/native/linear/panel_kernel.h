@@ -8,7 +8,7 @@
 // of model 207: 0.42 to 0.44 10^12 operations a second and core, where kernel.h reaches 0.32 to 0.39 and this bound is 0.49.
 #pragma once
 
-#include "kernel.h"
+#include "part_panels.h"
 
 namespace trivium::linear {
 
@@ -188,6 +188,7 @@ struct PanelKernel {
 
   // As LinearKernels::multiply.
   static void multiply(const MatrixView& matrix, const Input& input, Range rows, Range outs, const Output& output) {
+    if (is_stepped(matrix.layout)) return PartPanelKernel<S>::multiply(matrix, input, rows, outs, output);
     if (!needs_quantised(matrix.layout) || rows.end - rows.begin < kLeast) return Plain::multiply(matrix, input, rows, outs, output);
     call_for(matrix.layout, [&]<Layout kLayout>() { multiply_codes<kLayout>(matrix, input, rows, outs, output); });
   }

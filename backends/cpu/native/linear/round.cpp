@@ -2,7 +2,8 @@
 //
 // 8 bits: to nearest, scale = largest magnitude / 127. 4 bits: of a few scales about the range the one of the least squared error,
 // measured with scale and minimum as float16 will hold them; refined by least squares (the scale, and minimum, of the least
-// squared error for the codes that it gave; then the codes again).
+// squared error for the codes that it gave; then the codes again). Whole steps: the part's largest magnitude / 127 is its scale; of a few
+// steps about a group's range the one of the least squared error, each refined by the mean of what its codes leave, rounded.
 #include <algorithm>
 #include <cmath>
 #include <stdexcept>
@@ -163,19 +164,76 @@ void round_nibbles(Layout layout, const float* x, int64_t start, int64_t n, RowC
   }
 }
 
+// A group of layout i in units of its part's scale, about kZero8: 0 to 255.
+struct WholeFit {
+  int step = 1, offset = 0;
+  float error = INFINITY;
+  float value[kGroup] = {};
+};
+
+// Rounds with `step` and the offset nearest to `offset` that keeps every weight in a byte, `rounds` times, each with the best offset for the
+// codes before, and keeps the best.
+void improve_whole(const float* x, int step, float offset, int rounds, WholeFit& best) {
+  WholeFit fit;
+  fit.step = step;
+  for (; rounds > 0; --rounds) {
+    const auto most = static_cast<float>(255 - static_cast<int>(kMost4) * step);
+    fit.offset = static_cast<int>(std::lround(std::clamp(offset, 0.0f, most)));
+    const auto scale = static_cast<float>(step), low = static_cast<float>(fit.offset);
+    round_to(x, kGroup, scale, low, 0.0f, kMost4, fit.value);
+    float left = 0.0f;
+    fit.error = 0.0f;
+    for (int64_t i = 0; i < kGroup; ++i) {
+      const float rest = x[i] - scale * fit.value[i], difference = rest - low;
+      left += rest;
+      fit.error += difference * difference;
+    }
+    if (fit.error < best.error) best = fit;
+    offset = left / kGroup;
+  }
+}
+
+WholeFit fit_whole(const float* x) {
+  constexpr int kMostStep = 17;  // 15 of them span a byte
+  const auto [low, high] = std::minmax_element(x, x + kGroup);
+  const int least = static_cast<int>((*high - *low) / kMost4);
+  WholeFit best;
+  for (int step = std::max(least - 1, 1); step <= std::clamp(least + 2, 1, kMostStep); ++step) {
+    improve_whole(x, step, (*low + *high - kMost4 * static_cast<float>(step)) / 2, 4, best);
+  }
+  return best;
+}
+
+// Layout i: [start, start + n) is one part. Numbers behind its end repeat the last, so that they cost no range.
+void round_part(const float* x, int64_t start, int64_t n, RowCodes& codes) {
+  const float most = std::fabs(extreme(x + start, n));
+  if (!std::isfinite(most)) throw std::invalid_argument("weights that are not finite can't be held in 8 or 4 bits");
+  const float scale = most / 127.0f, inverse = most < 1e-30f ? 0.0f : 127.0f / most;
+  codes.part_scale[static_cast<size_t>(start / kPart)] = scale;
+  for (int64_t first = start; first < start + n; first += kGroup) {
+    float units[kGroup];
+    for (int64_t i = 0; i < kGroup; ++i) units[i] = x[std::min(first + i, start + n - 1)] * inverse + kZero8;
+    const WholeFit fit = fit_whole(units);
+    codes.sub_scale[static_cast<size_t>(first / kGroup)] = static_cast<uint8_t>(fit.step);
+    codes.sub_min[static_cast<size_t>(first / kGroup)] = static_cast<uint8_t>(fit.offset);
+    for (int i = 0; i < kGroup; ++i) codes.code[first + i] = static_cast<uint8_t>(static_cast<int>(fit.value[i]));
+  }
+}
+
 }  // namespace
 
 bool can_round(Layout layout) {
-  return layout == Layout::q4_sm || has_zero_points(layout) || (is_symmetric(layout) && !has_half_groups(layout));
+  return layout == Layout::q4_sm || is_stepped(layout) || has_zero_points(layout) || (is_symmetric(layout) && !has_half_groups(layout));
 }
 
 void round_row(Layout layout, const float* x, int64_t in, RowCodes& codes) {
   const bool four = shape(layout).bits == 4;
-  const int64_t each = std::min(shape(layout).span * kGroup, in);
+  const int64_t each = std::min(is_stepped(layout) ? kPart : shape(layout).span * kGroup, in);
   codes.zero = is_symmetric(layout) ? (four ? kZero4 : kZero8) : 0;
   for (int64_t start = 0; start < in; start += each) {
     const int64_t n = std::min(each, in - start);
-    if (four) round_nibbles(layout, x, start, n, codes);
+    if (is_stepped(layout)) round_part(x, start, n, codes);
+    else if (four) round_nibbles(layout, x, start, n, codes);
     else round_bytes(x, start, n, codes);
   }
 }

@@ -11,12 +11,14 @@ namespace trivium::linear {
 //   s, sm  scale[group] * (code - zero) (+ min[group])
 //   s64, s128, c: as s; groups that share a scale have it each. z64, z128: scale[group] * (code - sub_min[group])
 //   k      (d[block] * sub_scale[group]) * code - d_min[block] * sub_min[group]
+//   i      part_scale[part] * (sub_scale[group] * code + sub_min[group] - kZero8)
 //   k6     (d[block] * int8(sub_scale[half group])) * (code - zero)
-// scale, min, d and d_min are float16 bit patterns. Sized for `in` rounded up to 256.
+// scale, min, d and d_min are float16 bit patterns. Sized for `in` rounded up to 256, which is a part, too.
 struct RowCodes {
   std::vector<uint8_t> code;
   std::vector<uint16_t> scale, min, d, d_min;
   std::vector<uint8_t> sub_scale, sub_min;
+  std::vector<float> part_scale;
   int zero = 0;
 
   explicit RowCodes(int64_t in);

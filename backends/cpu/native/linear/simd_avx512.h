@@ -58,6 +58,17 @@ struct Avx512Simd {
   static void dot_inputs(I32& sum, Codes w, I32 x) { asm volatile("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(w), "v"(x)); }
   static void store_codes(Codes w, uint8_t* p) { _mm512_store_si512(p, w); }
 
+  // A byte an output, in both words of its lane; in all four bytes; and 64 bytes step * code + offset, which must fit their bytes.
+  static I32 splat_words(const uint8_t* p) {
+    const __m512i whole = _mm512_cvtepu8_epi32(load16(p));
+    return _mm512_or_si512(whole, _mm512_slli_epi32(whole, 16));
+  }
+  static I32 splat_bytes(const uint8_t* p) {
+    const __m512i words = splat_words(p);
+    return _mm512_or_si512(words, _mm512_slli_epi32(words, 8));
+  }
+  static Codes scale_bytes(Codes w, I32 step, I32 offset) { return _mm512_add_epi8(_mm512_mullo_epi16(w, step), offset); }
+
   static I32 start_signed(const int32_t* p) {
     if constexpr (kVnni) return splat_whole(p);
     else return zero();

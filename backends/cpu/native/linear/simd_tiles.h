@@ -48,6 +48,9 @@ struct TileSimd : Avx512Simd<true> {
     _mm256_store_si256(reinterpret_cast<__m256i*>(to + 32), half(_mm256_extracti128_si256(codes, 1)));
   }
 
+  static I32 load_whole(const int32_t* p) { return _mm512_load_si512(p); }
+  static I32 add_whole(I32 a, I32 b) { return _mm512_add_epi32(a, b); }
+
 private:
   // -8 to 7, then 0 to 15, in bfloat16.
   alignas(32) static constexpr uint16_t kSmall[] = {
