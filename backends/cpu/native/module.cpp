@@ -193,6 +193,8 @@ NB_MODULE(_native, m) {
   nb::module_ linear_module = m.def_submodule("linear");
   linear::bind_linear(linear_module);
   linear_module.def("needs_quantised", [](const linear::PackedMatrix& matrix) { return linear::needs_quantised(matrix.view().layout); });
+  linear_module.def("reads_parts", [](const linear::PackedMatrix& matrix) { return linear::records_of(matrix.view().layout) == linear::Records::parts; },
+                    "Whether its inputs are quantised by parts, and in no other way.");
   linear_module.def("record_numbers", [](const std::vector<const linear::PackedMatrix*>& matrices) {
     auto records = linear::Records::none;
     for (const auto* matrix : matrices) records = records | linear::records_of(matrix->view().layout);

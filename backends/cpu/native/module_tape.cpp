@@ -232,7 +232,8 @@ void bind_row_ops(nb::class_<BoundTape>& tape) {
 
 void bind_large_ops(nb::class_<BoundTape>& tape) {
   tape.def("project", [](BoundTape& self, const std::string& name, Ref x, int64_t in, Extent rows, const std::vector<Target>& targets, const NormSpec& norm,
-                         Ref other, Ref sum, Ref normed, Ref quantised, bool accumulate, std::optional<Gate> gate, bool barrier) {
+                         Ref other, Ref sum, Ref normed, Ref quantised, bool accumulate, std::optional<Gate> gate, Ref handed, bool takes_over,
+                         bool barrier) {
     auto op = std::make_unique<Project>(x, in, rows);
     op->targets = targets;
     op->norm = norm;
@@ -243,8 +244,11 @@ void bind_large_ops(nb::class_<BoundTape>& tape) {
     op->accumulate = accumulate;
     op->is_gated = gate.has_value();
     op->gate = gate.value_or(Gate{});
+    op->handed = handed;
+    op->takes_over = takes_over;
     self.add(std::move(op), name, barrier);
-  }, "name"_a, "x"_a, "in"_a, "rows"_a, "targets"_a, "norm"_a, "other"_a, "sum"_a, "normed"_a, "quantised"_a, "accumulate"_a, "gate"_a.none(), "barrier"_a);
+  }, "name"_a, "x"_a, "in"_a, "rows"_a, "targets"_a, "norm"_a, "other"_a, "sum"_a, "normed"_a, "quantised"_a, "accumulate"_a, "gate"_a.none(), "handed"_a,
+     "takes_over"_a, "barrier"_a);
   tape.def("rope_write", [](BoundTape& self, Ref q, Ref k, Ref v, Ref q_out, const KvLayer& layer, int64_t heads, Extent tokens, Ref table, int64_t half,
                             bool interleaved, const NormSpec& q_norm, const NormSpec& k_norm, bool barrier) {
     auto op = std::make_unique<RopeWrite>(q, k, v, q_out, layer, heads, tokens);

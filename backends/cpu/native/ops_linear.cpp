@@ -1,6 +1,7 @@
 #include "ops_linear.h"
 
 #include <algorithm>
+#include <utility>
 
 namespace trivium {
 namespace {
@@ -26,21 +27,30 @@ linear::Records Project::records() const {
   return all;
 }
 
+int64_t Project::up_bytes() const {
+  const int64_t width = !is_gated ? 0 : handed.present() ? linear::kPart : kTilesAtATime * linear::kTile;
+  return kTileRowsAtATime * width * static_cast<int64_t>(sizeof(float));
+}
+
+bool Project::hands_over(int64_t rows, int64_t width, int64_t threads) {
+  const int64_t pieces = (rows + kTileRowsAtATime - 1) / kTileRowsAtATime * linear::QuantisedRows::parts_of(width);
+  return rows > kOwnRows && pieces >= 2 * threads;
+}
+
 size_t Project::scratch_bytes() const {
   const int64_t row = in_ * static_cast<int64_t>(sizeof(float));
-  const int64_t up = kTileRowsAtATime * kTilesAtATime * linear::kTile * static_cast<int64_t>(sizeof(float));
-  return lines(kOwnRows * row) + lines(row) + lines(up) + lines(kOwnRows * linear::QuantisedRows::row_bytes(in_, records()));
+  return lines(kOwnRows * row) + lines(row) + 2 * lines(up_bytes()) + lines(kOwnRows * linear::QuantisedRows::row_bytes(in_, records()));
 }
 
 Project::Scratch Project::scratch_of(Worker& worker) const {
   const int64_t row = in_ * static_cast<int64_t>(sizeof(float));
-  const int64_t up = kTileRowsAtATime * kTilesAtATime * linear::kTile * static_cast<int64_t>(sizeof(float));
   uint8_t* at = static_cast<uint8_t*>(worker.scratch());
   Scratch s;
   s.rows = reinterpret_cast<float*>(at);
   s.row = reinterpret_cast<float*>(at += lines(kOwnRows * row));
   s.up = reinterpret_cast<float*>(at += lines(row));
-  s.records = at + lines(up);
+  s.gated = reinterpret_cast<float*>(at += lines(up_bytes()));
+  s.records = at + lines(up_bytes());
   return s;
 }
 
@@ -67,6 +77,10 @@ linear::Input Project::prepare(const Step& step, Worker& worker, const Scratch& 
   const linear::Records kinds = records();
   const bool quantises = kinds != linear::Records::none;
   linear::Input input{step.floats(x_), in_, {}};
+  if (takes_over && hands_over(rows, in_, worker.threads())) {
+    input.quantised = {step.floats(quantised), in_, kinds};
+    return input;
+  }
   if (quantises) input.quantised = {own ? static_cast<void*>(scratch.records) : step.floats(quantised), in_, kinds};
   float* made = !has_norm || !reads_plain() ? nullptr : own ? scratch.rows : step.floats(normed);
   if (has_norm) input.x = made;
@@ -97,13 +111,30 @@ void Project::multiply_gated(const Step& step, const linear::Input& input, linea
   const linear::Output out = output_of(step, targets[0], false);
   const int64_t begin = tiles.begin * linear::kTile, end = std::min(tiles.end * linear::kTile, targets[0].matrix.out), n = end - begin;
   step.linear->multiply(targets[0].matrix, input, rows, {begin, end}, out);
-  linear::Input shifted{input.x == nullptr ? nullptr : input.x + rows.begin * input.ldx, input.ldx, input.quantised};
-  if (shifted.quantised.data != nullptr) shifted.quantised.data += rows.begin * shifted.quantised.stride;
+  const linear::Input shifted = from_row(input, rows.begin);
   const float* bias = targets[1].bias.present() ? step.floats(targets[1].bias) + begin : nullptr;
   step.linear->multiply(targets[1].matrix.rows(begin, n), shifted, {0, rows.end - rows.begin}, {0, n}, {up, n, bias, false});
   for (int64_t r = rows.begin; r < rows.end; ++r) {
     float* y = out.y + r * out.ldy + begin;
     step.kernels->gated(y, up + (r - rows.begin) * n, gate, y, n);
+  }
+}
+
+// Part `part` of the gated result for some rows: both products stay in this thread's memory until the part is quantised.
+void Project::multiply_into_records(const Step& step, const linear::Input& input, linear::Range rows, int64_t part,
+                                    const Scratch& scratch) const {
+  const int64_t width = targets[0].matrix.out, begin = part * linear::kPart, n = std::min(linear::kPart, width - begin);
+  const int64_t count = rows.end - rows.begin;
+  const linear::Input shifted = from_row(input, rows.begin);
+  for (const auto& [target, y] : {std::pair{&targets[0], scratch.gated}, std::pair{&targets[1], scratch.up}}) {
+    const float* bias = target->bias.present() ? step.floats(target->bias) + begin : nullptr;
+    step.linear->multiply(target->matrix.rows(begin, n), shifted, {0, count}, {0, n}, {y, linear::kPart, bias, false});
+  }
+  const linear::QuantisedRows records(step.floats(handed), width, linear::Records::parts);
+  for (int64_t r = 0; r < count; ++r) {
+    float* y = scratch.gated + r * linear::kPart;
+    step.kernels->gated(y, scratch.up + r * linear::kPart, gate, y, n);
+    step.linear->quantise_parts(y, n, records.part(rows.begin + r) + part);
   }
 }
 
@@ -118,7 +149,10 @@ void Project::run(const Step& step, Worker& worker) {
   const int64_t threads = worker.threads(), tiles = all_tiles();
   const int64_t bands = rows < kBandRows * threads ? 1 : threads * ((rows * in_ + threads * kBandNumbers - 1) / (threads * kBandNumbers));
   const int64_t least = (tiles + kTilesAtATime - 1) / kTilesAtATime, most = std::max(least, kPieces * threads);
-  const int64_t pieces = bands > 1 ? least : std::min((most + threads - 1) / threads * threads, tiles);
+  const bool into_records = handed.present() && hands_over(rows, targets[0].matrix.out, threads);
+  const int64_t pieces = into_records ? linear::QuantisedRows::parts_of(targets[0].matrix.out)
+                         : bands > 1  ? least
+                                      : std::min((most + threads - 1) / threads * threads, tiles);
   const auto band_begin = [&](int64_t band) { return band == bands ? rows : rows * band / bands / linear::kRowBlock * linear::kRowBlock; };
   const auto tile_begin = [&](int64_t piece) { return piece == pieces ? tiles : tiles / 2 * piece / pieces * 2; };  // kernels take pairs
   const int64_t at_a_time = unpacks_once(step.linear->isa) ? kTileRowsAtATime : kRowsAtATime;
@@ -128,7 +162,9 @@ void Project::run(const Step& step, Worker& worker) {
     const linear::Range some_rows{row, std::min(row + at_a_time, band_begin(band + 1))};
     const linear::Range some_tiles{tile_begin(piece), tile_begin(piece + 1)};
     if (some_rows.begin >= some_rows.end) return;
-    if (is_gated) {
+    if (into_records) {
+      multiply_into_records(step, input, some_rows, piece, scratch);
+    } else if (is_gated) {
       multiply_gated(step, input, some_rows, some_tiles, scratch.up);
     } else {
       multiply(step, input, some_rows, some_tiles);

@@ -25,6 +25,10 @@ public:
   NormSpec norm;
   Ref normed;      // [rows, in], if there is a norm and a matrix reads plain numbers
   Ref quantised;   // row_bytes(in) a row, if a matrix reads quantised ones
+  // Of a gated projection: the rows of the one that reads its result, and nothing else does, which are then made here, part by part as they
+  // leave the gate, instead of y; of that one: that they are. Only with rows enough, see hands_over.
+  Ref handed;
+  bool takes_over = false;
   std::vector<Target> targets;
   bool accumulate = false;
   bool is_gated = false;
@@ -40,14 +44,19 @@ private:
   static constexpr int64_t kBandNumbers = 320 << 10;    // of a band's rows, about; quantised they take twice as many bytes
   static constexpr int64_t kPieces = 4;     // a thread, at least
   static constexpr int64_t kAhead = 2048;   // bytes
+  static constexpr int64_t kPartTiles = linear::kPart / linear::kTile;
 
-  // One thread's memory.
+  // One thread's memory. gated: if there is one who takes over; else up is as wide as kTilesAtATime tiles.
   struct Scratch {
     float* rows;         // [kOwnRows][in]
     float* row;          // [in]
-    float* up;           // [kTileRowsAtATime][kTilesAtATime * kTile]
+    float* up;           // [kTileRowsAtATime][kPart]
+    float* gated;        // the same
     uint8_t* records;    // [kOwnRows]
   };
+
+  // Whether a result of `width` numbers goes from one projection to the next as records: both ask with the same numbers.
+  static bool hands_over(int64_t rows, int64_t width, int64_t threads);
 
   int64_t all_tiles() const;
   bool reads_plain() const;
@@ -57,6 +66,8 @@ private:
   void prepare_row(const Step& step, int64_t row, bool keep_sum, float* normed, const linear::QuantisedRows& records, float* spare) const;
   void multiply(const Step& step, const linear::Input& input, linear::Range rows, linear::Range tiles) const;
   void multiply_gated(const Step& step, const linear::Input& input, linear::Range rows, linear::Range tiles, float* up) const;
+  void multiply_into_records(const Step& step, const linear::Input& input, linear::Range rows, int64_t part, const Scratch& scratch) const;
+  int64_t up_bytes() const;
 
   Ref x_;
   int64_t in_;

@@ -10,13 +10,6 @@ int64_t record_numbers(int64_t in, linear::Records records) {
   return linear::QuantisedRows::row_bytes(in, records) / static_cast<int64_t>(sizeof(float));
 }
 
-// Rows first .. of an input.
-linear::Input from_row(linear::Input input, int64_t first) {
-  if (input.x != nullptr) input.x += first * input.ldx;
-  if (input.quantised.data != nullptr) input.quantised.data += first * input.quantised.stride;
-  return input;
-}
-
 const float* floats_or_null(const Step& step, const Ref& ref) { return ref.present() ? step.floats(ref) : nullptr; }
 
 }  // namespace

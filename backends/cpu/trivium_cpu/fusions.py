@@ -11,8 +11,9 @@ from typing import Any
 
 from trivium.ops import Call, Pattern
 from trivium.plugin import Kernel
-from trivium_cpu.lower_ops import gate_of, norm, project, rms_norm_spec, rope_table, write_kv
-from trivium_cpu.lowering import Lowering
+from trivium_cpu import _native
+from trivium_cpu.lower_ops import Between, gate_of, norm, project, rms_norm_spec, rope_table, rows_of, write_kv
+from trivium_cpu.lowering import ABSENT, Lowering
 
 
 def _add_norm(b: Any, x: Any, y: Any, weight: Any, *, eps: float, offset: float) -> Any:
@@ -96,6 +97,33 @@ def _lower_norm_gate_up(low: Lowering, call: Call) -> None:
     project(low, "norm+gate+up", x, [(wg, bg), (wu, bu)], [y], norm=spec, gate=gate_of(call.attrs))
 
 
+def _feed_forward(
+    b: Any, x: Any, weight: Any, wg: Any, bg: Any, wu: Any, bu: Any, wd: Any, bd: Any,
+    *, eps: float, offset: float, kind: str, limit: float | None, alpha: float, up_offset: float,
+) -> Any:  # fmt: skip
+    """A gated feed-forward block from its norm to the residual: what the gate leaves is quantised at once, part by part, where the
+    last projection reads parts."""
+    h = b.rms_norm(x, weight, eps=eps, offset=offset)
+    inner = b.gated(b.linear(h, wg, bg), b.linear(h, wu, bu), kind=kind, limit=limit, alpha=alpha, up_offset=up_offset)
+    return b.add(x, b.linear(inner, wd, bd))
+
+
+def _lower_feed_forward(low: Lowering, call: Call) -> None:
+    x, weight, wg, bg, wu, bu, wd, bd = call.args
+    assert x is not None and wg is not None and wu is not None and wd is not None
+    rows, down = rows_of(x), low.matrix(wd)
+    width = int(wd.shape[1])
+    inner = low.temporary(rows.symbol, rows.factor * width)
+    record = ABSENT
+    if _native.linear.reads_parts(down):
+        record = low.temporary(rows.symbol, rows.factor * _native.linear.record_numbers([down]))
+    spec = rms_norm_spec(low, weight, call.attrs)
+    project(low, "norm+gate+up", x, [(wg, bg), (wu, bu)], [inner], norm=spec, gate=gate_of(call.attrs), handed=record)
+    y = low.result_over(call.results[0], x)
+    project(low, "linear+add", Between(inner, rows, width, record), [(wd, bd)], [y], accumulate=True)
+    low.release(inner)
+
+
 def _norm_linear(b: Any, x: Any, weight: Any, w: Any, bias: Any, *, eps: float, offset: float) -> Any:
     """Norm and one projection: the output layer."""
     return b.linear(b.rms_norm(x, weight, eps=eps, offset=offset), w, bias)
@@ -169,6 +197,7 @@ def _fused(fn: Any, lower: Any, supports: Any, *optional: str) -> Kernel:
 
 
 FUSED_KERNELS = (
+    _fused(_feed_forward, _lower_feed_forward, _weights_are_constants(2, 4, 6), "weight", "bg", "bu", "bd"),
     _fused(_qk_norm_rope_write, _lower_qk_norm_rope_write, _heads_match),
     _fused(_norm_qkv, _lower_norm_qkv, _weights_are_constants(2, 4, 6), "weight", "bq", "bk", "bv"),
     _fused(_norm_gate_up, _lower_norm_gate_up, _weights_are_constants(2, 4), "weight", "bg", "bu"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from trivium.ops import Call, Value
 from trivium.plugin import Kernel
@@ -37,24 +37,36 @@ def gate_of(attrs: Mapping[str, Any]) -> Any:
     return _native.Gate(attrs["kind"], limit=attrs["limit"], alpha=attrs["alpha"], up_offset=attrs["up_offset"])
 
 
+class Between(NamedTuple):
+    """What a gated projection leaves for the next one of a fused block. record: where its rows are made, quantised, as only the next
+    one reads them; ABSENT: nowhere."""
+
+    place: Place
+    rows: Extent
+    width: int
+    record: Place
+
+
 def project(
-    low: Lowering, name: str, x: Value, matrices: list[tuple[Value, Value | None]], outs: list[Place], *, norm: Any = NO_NORM,
-    other: Place = ABSENT, total: Place = ABSENT, accumulate: bool = False, gate: Any = None,
+    low: Lowering, name: str, x: Value | Between, matrices: list[tuple[Value, Value | None]], outs: list[Place], *, norm: Any = NO_NORM,
+    other: Place = ABSENT, total: Place = ABSENT, accumulate: bool = False, gate: Any = None, handed: Place = ABSENT,
 ) -> None:  # fmt: skip
     """One projection operation: see native/ops_linear.h. `outs`: a place for each matrix; one if gated."""
-    rows, width = rows_of(x), last(x)
+    at, rows, width, record = x if isinstance(x, Between) else (low.place(x), rows_of(x), last(x), ABSENT)
     packed = [low.matrix(weight) for weight, _ in matrices]
     places = outs if gate is None else [outs[0], ABSENT]
     targets = [_native.Target(m, low.place(bias).ref, y.ref) for m, (_, bias), y in zip(packed, matrices, places, strict=True)]
     quantised = any(_native.linear.needs_quantised(m) for m in packed)
     plain = norm is not NO_NORM and not all(_native.linear.needs_quantised(m) for m in packed)
+    takes_over = record is not ABSENT
     normed = low.temporary(rows.symbol, rows.factor * width) if plain else ABSENT
-    record = low.temporary(rows.symbol, rows.factor * _native.linear.record_numbers(packed)) if quantised else ABSENT
-    reads = [low.place(x), other, *(outs if accumulate else [])]
-    cost = Cost((*reads, total), tuple(outs), projection(rows, packed), "int8" if quantised else "float32")
+    if quantised and not takes_over:
+        record = low.temporary(rows.symbol, rows.factor * _native.linear.record_numbers(packed))
+    reads = [at, other, *(outs if accumulate else []), *([record] if takes_over else [])]
+    cost = Cost((at, other, *(outs if accumulate else []), total), tuple(outs), projection(rows, packed), "int8" if quantised else "float32")
     low.emit(
-        "project", name, low.place(x).ref, width, rows.native, targets, norm, other.ref, total.ref, normed.ref, record.ref,
-        accumulate, gate, reads=reads, writes=[*outs, total, normed, record], cost=cost,
+        "project", name, at.ref, width, rows.native, targets, norm, other.ref, total.ref, normed.ref, record.ref, accumulate, gate,
+        handed.ref, takes_over, reads=reads, writes=[*outs, total, normed, record, handed], cost=cost,
     )  # fmt: skip
     low.release(normed)
     low.release(record)

@@ -290,6 +290,8 @@ struct AmxKernel {
     }
   }
 
+  static void quantise_parts(const float* x, int64_t in, QuantisedPart* parts) { Plain::quantise_parts(x, in, parts); }
+
   template <Layout kLayout>
   static void multiply_codes(const MatrixView& matrix, const Input& input, Range rows, Range outs, const Output& output) {
     const Panels<kLayout> panels(matrix, input.quantised);

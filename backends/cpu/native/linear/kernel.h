@@ -406,8 +406,10 @@ struct LinearKernel {
 
   static void quantise_row(const float* x, const QuantisedRows& rows, int64_t row) {
     if (has(rows.records, Records::groups)) quantise_groups(x, rows, row);
-    if (has(rows.records, Records::parts)) PartKernel<S>::quantise(x, rows.in, rows.part(row));
+    if (has(rows.records, Records::parts)) quantise_parts(x, rows.in, rows.part(row));
   }
+
+  static void quantise_parts(const float* x, int64_t in, QuantisedPart* parts) { PartKernel<S>::quantise(x, in, parts); }
 
   // A row whose largest magnitude is below 1e-30 counts as zero (its inverse scale would overflow).
   static void quantise_groups(const float* x, const QuantisedRows& rows, int64_t row) {

@@ -32,7 +32,7 @@ int64_t dot_ceiling(int64_t rounds) {
 }  // namespace
 
 const LinearKernels& amx_kernels() {
-  static const LinearKernels table = {Isa::amx, "amx", Kernel::quantise_row, multiply, dot_ceiling};
+  static const LinearKernels table = {Isa::amx, "amx", Kernel::quantise_row, Kernel::quantise_parts, multiply, dot_ceiling};
   return table;
 }
 

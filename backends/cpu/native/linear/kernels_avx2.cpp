@@ -9,7 +9,7 @@ namespace trivium::linear {
 const LinearKernels& avx2_kernels() {
   using Kernel = LinearKernel<Avx2Simd>;
   static constexpr LinearKernels table = {
-      Isa::avx2, "avx2", Kernel::quantise_row, Kernel::multiply, Kernel::dot_ceiling};
+      Isa::avx2, "avx2", Kernel::quantise_row, Kernel::quantise_parts, Kernel::multiply, Kernel::dot_ceiling};
   return table;
 }
 

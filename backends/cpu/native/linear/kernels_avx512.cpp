@@ -9,7 +9,7 @@ namespace trivium::linear {
 const LinearKernels& avx512_kernels() {
   using Kernel = LinearKernel<Avx512Simd<false>>;
   static constexpr LinearKernels table = {
-      Isa::avx512, "avx512", Kernel::quantise_row, Kernel::multiply, Kernel::dot_ceiling};
+      Isa::avx512, "avx512", Kernel::quantise_row, Kernel::quantise_parts, Kernel::multiply, Kernel::dot_ceiling};
   return table;
 }
 

@@ -10,7 +10,7 @@ const LinearKernels& avx512_vnni_kernels() {
   using Simd = Avx512Simd<true>;
   using Kernel = LinearKernel<Simd>;
   static constexpr LinearKernels table = {
-      Isa::avx512_vnni, "avx512_vnni", Kernel::quantise_row, PanelKernel<Simd>::multiply, Kernel::dot_ceiling};
+      Isa::avx512_vnni, "avx512_vnni", Kernel::quantise_row, Kernel::quantise_parts, PanelKernel<Simd>::multiply, Kernel::dot_ceiling};
   return table;
 }
 

@@ -17,7 +17,7 @@ void multiply(const MatrixView& matrix, const Input& input, Range rows, Range ou
 
 const LinearKernels& amx_emulated_kernels() {
   static const LinearKernels table = {
-      Isa::amx_emulated, "amx_emulated", Kernel::quantise_row, multiply, avx512_vnni_kernels().dot_ceiling};
+      Isa::amx_emulated, "amx_emulated", Kernel::quantise_row, Kernel::quantise_parts, multiply, avx512_vnni_kernels().dot_ceiling};
   return table;
 }
 

@@ -8,7 +8,7 @@ namespace trivium::linear {
 
 const LinearKernels& neon_kernels() {
   using Kernel = LinearKernel<NeonSimd>;
-  static constexpr LinearKernels table = {Isa::neon, "neon", Kernel::quantise_row, Kernel::multiply, Kernel::dot_ceiling};
+  static constexpr LinearKernels table = {Isa::neon, "neon", Kernel::quantise_row, Kernel::quantise_parts, Kernel::multiply, Kernel::dot_ceiling};
   return table;
 }
 

@@ -9,7 +9,7 @@ namespace trivium::linear {
 const LinearKernels& portable_kernels() {
   using Kernel = LinearKernel<PortableSimd>;
   static constexpr LinearKernels table = {
-      Isa::portable, "portable", Kernel::quantise_row, Kernel::multiply, Kernel::dot_ceiling};
+      Isa::portable, "portable", Kernel::quantise_row, Kernel::quantise_parts, Kernel::multiply, Kernel::dot_ceiling};
   return table;
 }
 

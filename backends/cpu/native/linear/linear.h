@@ -213,6 +213,13 @@ struct Input {
   QuantisedRows quantised;
 };
 
+// The rows of an input from `first` on.
+inline Input from_row(Input input, int64_t first) {
+  if (input.x != nullptr) input.x += first * input.ldx;
+  if (input.quantised.data != nullptr) input.quantised.data += first * input.quantised.stride;
+  return input;
+}
+
 // Where multiply writes: y[r * ldy + o] (+)= sum_i x[r, i] * W[o, i] (+ bias[o]).
 struct Output {
   float* y = nullptr;
@@ -237,6 +244,8 @@ struct LinearKernels {
   // what is computed from it is NaN too. Cheap (about 0.1 ns a number): with few rows let each thread do it for itself
   // rather than wait.
   void (*quantise_row)(const float* x, const QuantisedRows& rows, int64_t row);
+  // The same of one row by parts alone, whose records begin at `parts`: x[0, in).
+  void (*quantise_parts)(const float* x, int64_t in, QuantisedPart* parts);
   // Computes outputs [outs.begin, outs.end) of rows [rows.begin, rows.end) on the calling thread. outs.begin: a multiple of
   // kTile; outs.end: a multiple of kTile or matrix.out. Nothing outside these ranges of y is read or written.
   void (*multiply)(const MatrixView& matrix, const Input& input, Range rows, Range outs, const Output& output);
