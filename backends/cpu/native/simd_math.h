@@ -106,7 +106,25 @@ inline Vec exp2_weight(Vec x) {
 // The same operations on one number, so that the bits agree with a lane.
 inline float exp2_negative(float x) { return first_lane(exp2_negative(set1(x))); }
 
-inline Vec sigmoid(Vec x) { return set1(1) / (set1(1) + exp(set1(0) - x)); }
+// 1 / (1 + e^-x). Beyond +-87 as at it: 1, and 2^-125.
+inline Vec sigmoid(Vec x) {
+#if defined(__AVX512F__)
+  // 2^(n + f) for n + f = -x log2 e, f exact to twice the precision; the reciprocal from 14 bits by one step of Newton's.
+  const Vec t = min(set1(87), max(set1(-87), x));  // in this order NaN passes through
+  const Vec n = round(t * set1(-kLog2e));
+  const Vec f = fma(t, set1(-1.92596299e-8f), fma(t, set1(-kLog2e), set1(0) - n));
+  Vec p = fma(f, set1(1.534581169e-4f), set1(1.339993124e-3f));  // as exp2_negative
+  p = fma(p, f, set1(9.618488959e-3f));
+  p = fma(p, f, set1(5.550328777e-2f));
+  p = fma(p, f, set1(2.402264689e-1f));
+  p = fma(p, f, set1(6.931472057e-1f));
+  p = fma(p, f, set1(1.0f));
+  const __m512 d = _mm512_add_ps(_mm512_set1_ps(1.0f), _mm512_scalef_ps(p.v, n.v)), r = _mm512_rcp14_ps(d);
+  return {_mm512_fmadd_ps(r, _mm512_fnmadd_ps(d, r, _mm512_set1_ps(1.0f)), r)};
+#else
+  return set1(1) / (set1(1) + exp(set1(0) - x));
+#endif
+}
 
 // Below 0.55 a rational approximation (continued fraction of tanh, seven levels), elsewhere 1 - 2 / (e^2x + 1).
 inline Vec tanh(Vec x) {

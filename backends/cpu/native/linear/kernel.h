@@ -421,7 +421,7 @@ struct LinearKernel {
     const auto input = [&](int64_t g) { return g < whole ? x + g * kGroup : padded + (g - whole) * kGroup; };
     uint32_t bits = 0;
     for (int64_t g = 0; g < groups; ++g) {
-      const uint32_t most = S::largest_bits(input(g));
+      const uint32_t most = S::largest_bits(input(g), kGroup);
       group[g].shift = static_cast<int32_t>(most);  // kept here for the second pass
       bits = std::max(bits, most);
     }

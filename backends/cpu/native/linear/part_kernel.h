@@ -125,8 +125,7 @@ struct PartKernel {
 
   static void quantise_part(const float* x, QuantisedPart& part) {
     constexpr uint32_t kInfinity = 0x7f800000u;
-    uint32_t bits = 0;
-    for (int64_t g = 0; g < kPartGroups; ++g) bits = std::max(bits, S::largest_bits(x + g * kGroup));
+    const uint32_t bits = S::largest_bits(x, kPart);
     const float largest = std::bit_cast<float>(bits);
     if (bits >= kInfinity || largest < 1e-30f) {
       part = QuantisedPart{};

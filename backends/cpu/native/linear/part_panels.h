@@ -33,10 +33,12 @@ struct PartPanel {
   alignas(64) uint8_t weights[kParts][kPartQuads][kPair][kLine];
   alignas(64) float scales[kParts][kPair][kTile];
 
-  // Fills in `groups` groups of a chunk of tile t.
-  TRIVIUM_INLINE void unpack(const uint8_t* chunk, int64_t groups, int64_t part, int64_t t) {
+  // Fills in `groups` groups of a chunk of tile t, and asks for what lies `ahead` bytes further on.
+  TRIVIUM_INLINE void unpack(const uint8_t* chunk, int64_t groups, int64_t part, int64_t t, int64_t ahead) {
     const uint8_t* codes = chunk + Kernel::kShape.header;
     for (int64_t group = 0; group < groups; ++group) {
+#pragma GCC unroll 8
+      for (int64_t line = 0; line < Kernel::kShape.group_bytes() / kLine + 1; ++line) __builtin_prefetch(codes + ahead + line * kLine, 0, 2);
       const uint8_t* steps = chunk + Kernel::kSteps + group * Kernel::kStepPair;
       const auto step = S::splat_words(steps), offset = S::splat_bytes(steps + kTile);
 #pragma GCC unroll 4
@@ -65,7 +67,7 @@ TRIVIUM_INLINE void for_panels(const MatrixView& matrix, int64_t out, PartPanel<
     for (int64_t p = 0; p < count; ++p) {
       for (int t = 0; t < kWidth; ++t) {
         const uint8_t* chunk = tile + t * matrix.tile_bytes + (base + p) * Kernel::kShape.chunk_bytes();
-        panel.unpack(chunk, std::min(Kernel::kPartGroups, groups - (base + p) * Kernel::kPartGroups), p, t);
+        panel.unpack(chunk, std::min(Kernel::kPartGroups, groups - (base + p) * Kernel::kPartGroups), p, t, kWidth * matrix.tile_bytes);
       }
     }
     body(base, count, step == steps - 1);

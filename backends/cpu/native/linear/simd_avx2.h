@@ -96,10 +96,10 @@ struct Avx2Simd {
     return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)};
   }
 
-  static uint32_t largest_bits(const float* x) {
+  static uint32_t largest_bits(const float* x, int64_t n) {
     const __m256i mask = _mm256_set1_epi32(0x7fffffff);
     __m256i largest = _mm256_setzero_si256();
-    for (int i = 0; i < kGroup; i += 8) {
+    for (int64_t i = 0; i < n; i += 8) {
       const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x + i));
       largest = _mm256_max_epu32(largest, _mm256_and_si256(bits, mask));
     }

@@ -109,10 +109,14 @@ struct Avx512Simd {
   static F32 negate(F32 a) { return _mm512_xor_ps(a, _mm512_set1_ps(-0.0f)); }
   static F32 mul_add(F32 a, F32 b, F32 c) { return _mm512_fmadd_ps(a, b, c); }
 
-  static uint32_t largest_bits(const float* x) {
+  // The largest magnitude of n numbers, whole groups, as its bits.
+  static uint32_t largest_bits(const float* x, int64_t n) {
     const __m512i mask = _mm512_set1_epi32(0x7fffffff);
-    const __m512i low = _mm512_and_si512(_mm512_loadu_si512(x), mask);
-    const __m512i high = _mm512_and_si512(_mm512_loadu_si512(x + 16), mask);
+    __m512i low = zero(), high = zero();
+    for (int64_t i = 0; i < n; i += 32) {
+      low = _mm512_max_epu32(low, _mm512_and_si512(_mm512_loadu_si512(x + i), mask));
+      high = _mm512_max_epu32(high, _mm512_and_si512(_mm512_loadu_si512(x + i + 16), mask));
+    }
     return _mm512_reduce_max_epu32(_mm512_max_epu32(low, high));
   }
   static void round_group(const float* x, float inverse, int8_t* q, int32_t sums[2]) {

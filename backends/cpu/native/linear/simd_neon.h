@@ -89,9 +89,9 @@ struct NeonSimd {
     return each<F32>([&](int i) { return vfmaq_f32(c.v[i], a.v[i], b.v[i]); });
   }
 
-  static uint32_t largest_bits(const float* x) {
+  static uint32_t largest_bits(const float* x, int64_t n) {
     uint32x4_t largest = vdupq_n_u32(0);
-    for (int i = 0; i < kGroup; i += 4) {
+    for (int64_t i = 0; i < n; i += 4) {
       largest = vmaxq_u32(largest, vandq_u32(vreinterpretq_u32_f32(vld1q_f32(x + i)), vdupq_n_u32(0x7fffffffu)));
     }
     return vmaxvq_u32(largest);

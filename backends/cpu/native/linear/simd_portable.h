@@ -92,10 +92,10 @@ struct PortableSimd {
     return each([&](int i) { return a.lane[i] * b.lane[i] + c.lane[i]; });
   }
 
-  // Quantises 32 numbers; see kernel.h.
-  static uint32_t largest_bits(const float* x) {
+  // Quantising; see kernel.h.
+  static uint32_t largest_bits(const float* x, int64_t n) {
     uint32_t largest = 0;
-    for (int i = 0; i < kGroup; ++i) {
+    for (int64_t i = 0; i < n; ++i) {
       const uint32_t bits = std::bit_cast<uint32_t>(x[i]) & 0x7fffffffu;
       largest = bits > largest ? bits : largest;
     }
