@@ -33,12 +33,10 @@ struct PartPanel {
   alignas(64) uint8_t weights[kParts][kPartQuads][kPair][kLine];
   alignas(64) float scales[kParts][kPair][kTile];
 
-  // Fills in `groups` groups of a chunk of tile t, and asks for what lies `ahead` bytes further on.
-  TRIVIUM_INLINE void unpack(const uint8_t* chunk, int64_t groups, int64_t part, int64_t t, int64_t ahead) {
+  // Fills in `groups` groups of a chunk of tile t.
+  TRIVIUM_INLINE void unpack(const uint8_t* chunk, int64_t groups, int64_t part, int64_t t) {
     const uint8_t* codes = chunk + Kernel::kShape.header;
     for (int64_t group = 0; group < groups; ++group) {
-#pragma GCC unroll 8
-      for (int64_t line = 0; line < Kernel::kShape.group_bytes() / kLine + 1; ++line) __builtin_prefetch(codes + ahead + line * kLine, 0, 2);
       const uint8_t* steps = chunk + Kernel::kSteps + group * Kernel::kStepPair;
       const auto step = S::splat_words(steps), offset = S::splat_bytes(steps + kTile);
 #pragma GCC unroll 4
@@ -67,12 +65,25 @@ TRIVIUM_INLINE void for_panels(const MatrixView& matrix, int64_t out, PartPanel<
     for (int64_t p = 0; p < count; ++p) {
       for (int t = 0; t < kWidth; ++t) {
         const uint8_t* chunk = tile + t * matrix.tile_bytes + (base + p) * Kernel::kShape.chunk_bytes();
-        panel.unpack(chunk, std::min(Kernel::kPartGroups, groups - (base + p) * Kernel::kPartGroups), p, t, kWidth * matrix.tile_bytes);
+        panel.unpack(chunk, std::min(Kernel::kPartGroups, groups - (base + p) * Kernel::kPartGroups), p, t);
       }
     }
     body(base, count, step == steps - 1);
   }
 }
+
+// Weights to come, asked for a few lines at a time while others are multiplied, which need none of the memory's time.
+struct Ahead {
+  const uint8_t* at;
+  int64_t lines;  // at a time
+
+  // Those behind `at`, `bytes` in all, within so many times.
+  Ahead(const uint8_t* begin, int64_t bytes, int64_t times) : at(begin), lines((bytes / kLine + times) / times) {}
+
+  TRIVIUM_INLINE void ask() {
+    for (int64_t i = 0; i < lines; ++i, at += kLine) __builtin_prefetch(at, 0, 2);
+  }
+};
 
 template <class S>
 struct PartPanelKernel {
@@ -94,13 +105,14 @@ struct PartPanelKernel {
   // Dots of one part with kWidth tiles for R rows, added to their sums.
   template <int kWidth, int R>
   TRIVIUM_INLINE static void add_part(const uint8_t* weights, const float* scales, int64_t groups,
-                                      const typename Few::template Parts<R>& x, bool first, float* sums) {
+                                      const typename Few::template Parts<R>& x, bool first, float* sums, Ahead& ahead) {
     I32 acc[R * kWidth];
     unrolled<R>([&]<int r>() __attribute__((always_inline)) {
       const I32 start = S::splat_whole(&x[r].start);
       unrolled<kWidth>([&]<int t>() __attribute__((always_inline)) { acc[r * kWidth + t] = start; });
     });
     for (int64_t at = 0; at < groups * kGroup; at += kGroup, weights += kQuads * kPair * kLine) {
+      ahead.ask();
       unrolled<kQuads>([&]<int quad>() __attribute__((always_inline)) {
         typename S::Codes w[kWidth];
         unrolled<kWidth>([&]<int t>() __attribute__((always_inline)) { w[t] = S::load_codes(weights + (quad * kPair + t) * kLine); });
@@ -123,7 +135,7 @@ struct PartPanelKernel {
   // `count` parts of kWidth tiles, the first of them `base`, for R rows from `row` on; sums: of these rows, between the steps.
   template <int kWidth, int R>
   [[gnu::noinline]] static void add_parts(const MatrixView& matrix, const QuantisedRows& rows, const Panel& panel, int64_t row, int64_t base,
-                                          int64_t count, bool last, float* sums, int64_t out, int64_t end, const Output& output) {
+                                          int64_t count, bool last, float* sums, int64_t out, int64_t end, const Output& output, Ahead& ahead) {
     typename Few::template Parts<R> x(rows, row, base);
     if (last) {
       for (int r = 0; r < R; ++r) {
@@ -133,7 +145,7 @@ struct PartPanelKernel {
     const int64_t groups = Few::kShape.row_groups(matrix.in) - base * Few::kPartGroups;
     for (int64_t p = 0; p < count; ++p) {
       add_part<kWidth, R>(panel.weights[p][0][0], panel.scales[p][0], std::min(Few::kPartGroups, groups - p * Few::kPartGroups), x,
-                          base + p == 0, sums);
+                          base + p == 0, sums, ahead);
       x.next();
     }
     if (!last) return;
@@ -147,9 +159,12 @@ struct PartPanelKernel {
   template <int kWidth>
   static void multiply_tiles(Buffers& b, const MatrixView& matrix, const QuantisedRows& x, Range rows, int64_t out, int64_t end,
                              const Output& output) {
+    const uint8_t* next = matrix.data + (out / kTile + kWidth) * matrix.tile_bytes;
+    const int64_t blocks = (rows.end - rows.begin + kRows - 1) / kRows;
+    Ahead ahead(next, kPair * matrix.tile_bytes, blocks * Few::kShape.row_groups(matrix.in));
     for_panels<kWidth>(matrix, out, b.panel, [&](int64_t base, int64_t count, bool last) {
       Plain::template for_even_rows<kRows>(rows, [&]<int R>(int64_t row) {
-        add_parts<kWidth, R>(matrix, x, b.panel, row, base, count, last, b.sums[row - rows.begin][0], out, end, output);
+        add_parts<kWidth, R>(matrix, x, b.panel, row, base, count, last, b.sums[row - rows.begin][0], out, end, output, ahead);
       });
     });
   }
