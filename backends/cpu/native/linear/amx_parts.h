@@ -47,13 +47,14 @@ struct AmxPartKernel {
 
   // Dots of a part for kBlocks blocks of rows from `row` on: sum tile 2 * block + tile.
   template <int kWidth, int kBlocks>
-  TRIVIUM_INLINE void dot(int64_t row, int64_t part, int64_t groups, const uint8_t* weights, Dots& dots) {
+  TRIVIUM_INLINE void dot(int64_t row, int64_t part, int64_t groups, const uint8_t* weights, Dots& dots, Ahead& ahead) {
     const auto* input = reinterpret_cast<const uint8_t*>(x.part(row)[part].q);
     tiles.template zero<0>();
     if constexpr (kWidth == 2) tiles.template zero<1>();
     if constexpr (kBlocks == 2) tiles.template zero<2>();
     if constexpr (kBlocks == 2 && kWidth == 2) tiles.template zero<3>();
     for (int64_t at = 0; at < groups * kGroup; at += kDepth, weights += kDepth / 4 * kPair * kLine) {
+      ahead.ask();
       tiles.template load<4>(input + at, x.stride);
       tiles.template load<6>(weights, kPair * kLine);
       tiles.template dot_signed_unsigned<0, 4, 6>();
@@ -97,13 +98,14 @@ struct AmxPartKernel {
 
   // Parts [base, base + count) of kWidth tiles and kBlocks blocks of rows; local: of the panel's first row.
   template <int kWidth, int kBlocks>
-  TRIVIUM_INLINE void step(int64_t row, int64_t local, int64_t base, int64_t count, bool last, int64_t out, int64_t end) {
+  TRIVIUM_INLINE void step(int64_t row, int64_t local, int64_t base, int64_t count, bool last, int64_t out, int64_t end, Ahead& ahead) {
     const int64_t rows = kBlocks * block, groups = Few::kShape.row_groups(matrix.in);
     float* sums = b.sums[local][0];
     for (int64_t p = 0; p <= count; ++p) {
       const int64_t part = base + p;
       if (p < count) {
-        dot<kWidth, kBlocks>(row, part, std::min(Few::kPartGroups, groups - part * Few::kPartGroups), b.panel.weights[p][0][0], b.dots[p % 2]);
+        const int64_t some = std::min(Few::kPartGroups, groups - part * Few::kPartGroups);
+        dot<kWidth, kBlocks>(row, part, some, b.panel.weights[p][0][0], b.dots[p % 2], ahead);
       }
       if (p > 0) add<kWidth>(b.dots[(p - 1) % 2], row, rows, part - 1, b.panel.scales[p - 1][0], sums);
     }
@@ -118,12 +120,15 @@ struct AmxPartKernel {
   // kWidth tiles for rows that are whole blocks.
   template <int kWidth>
   [[gnu::noinline]] void multiply_tiles(Range rows, int64_t out, int64_t end) {
+    const int64_t pairs = (rows.end - rows.begin + 2 * kBlock - 1) / (2 * kBlock);
+    Ahead ahead(matrix.data + (out / kTile + kWidth) * matrix.tile_bytes, kPair * matrix.tile_bytes,
+                pairs * Few::kShape.row_groups(matrix.in) * kGroup / kDepth);
     for_panels<kWidth>(matrix, out, b.panel, [&](int64_t base, int64_t count, bool last) {
       int64_t row = rows.begin;
       for (; block == kBlock && rows.end - row >= 2 * kBlock; row += 2 * kBlock) {
-        step<kWidth, 2>(row, row - rows.begin, base, count, last, out, end);
+        step<kWidth, 2>(row, row - rows.begin, base, count, last, out, end, ahead);
       }
-      if (row < rows.end) step<kWidth, 1>(row, row - rows.begin, base, count, last, out, end);
+      if (row < rows.end) step<kWidth, 1>(row, row - rows.begin, base, count, last, out, end, ahead);
     });
   }
 
