@@ -1,5 +1,5 @@
 // The linear kernels of every instruction set of the machine it runs on: right within what rounding the inputs costs, equal bits
-// alone and in a batch, and close to the portable twin. Prints the names of the sets; see cross.sh.
+// alone and in a batch, and close to the portable twin; and that checksums have the published value. Prints the names of the sets; see cross.sh.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -7,6 +7,7 @@
 #include <cstring>
 #include <vector>
 
+#include "checksum.h"
 #include "linear/linear.h"
 
 using namespace trivium::linear;
@@ -75,9 +76,26 @@ void check(const LinearKernels& table, Format format) {
   }
 }
 
+// The check value of CRC-32C, and equality with the portable twin over lengths with and without stretches that are joined.
+void check_checksum(const trivium::Checksum& checksum) {
+  const std::vector<float> numbers = noise(5000, 3);
+  const auto* bytes = reinterpret_cast<const uint8_t*>(numbers.data());
+  bool right = checksum.extend(0, reinterpret_cast<const uint8_t*>("123456789"), 9) == 0xe3069283u;
+  for (const size_t count : {size_t{0}, size_t{13}, size_t{8192}, size_t{19999}}) {
+    right = right && checksum.extend(7, bytes + 1, count) == trivium::checksums().back()->extend(7, bytes + 1, count);
+  }
+  if (right) return;
+  std::fprintf(stderr, "%s: the checksum is wrong\n", checksum.name);
+  std::exit(1);
+}
+
 }  // namespace
 
 int main() {
+  for (const trivium::Checksum* checksum : trivium::checksums()) {
+    check_checksum(*checksum);
+    std::printf("%s ", checksum->name);
+  }
   for (const Isa isa : available_isas()) {
     for (const Format format : {Format::float32, Format::bfloat16, Format::float16, Format::int8, Format::int4}) check(kernels(isa), format);
     std::printf("%s ", kernels(isa).name);

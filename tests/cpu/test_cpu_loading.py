@@ -114,7 +114,7 @@ def test_a_changed_checkpoint_another_format_and_another_build_have_files_of_the
     assert not loaded(new, "int4", weight_cache=folder)[1].any()
     loaded(new, "int8", weight_cache=folder)
     assert len(list(folder.iterdir())) == 3
-    one, other = (weight_cache.WeightCache(folder, parts, 1) for parts in ((1, 2), (1, 3)))
+    one, other = (weight_cache.WeightCache(folder, parts) for parts in ((1, 2), (1, 3)))
     assert one.path("w") != other.path("w")
 
 

@@ -70,6 +70,7 @@ bool bf16_dots_pay() {
 CpuFeatures detect() {
   CpuFeatures f;
   const Registers basic = cpuid(1, 0);
+  f.crc32c = bit(basic.c, 20);
   if (!bit(basic.c, 27)) return f;  // OSXSAVE
   const uint64_t saved = saved_state();
   const bool ymm = (saved & 0x6) == 0x6;
@@ -92,8 +93,9 @@ CpuFeatures detect() {
   CpuFeatures f;
 #if defined(__linux__)
   f.neon_dot = (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) != 0;
+  f.crc32c = (getauxval(AT_HWCAP) & HWCAP_CRC32) != 0;
 #elif defined(__APPLE__)
-  f.neon_dot = true;  // every processor of theirs with this architecture
+  f.neon_dot = f.crc32c = true;  // every processor of theirs with this architecture
 #endif
   return f;
 }

@@ -15,6 +15,7 @@ struct CpuFeatures {
   bool avx_vnni = false;
   bool amx = false;  // tiles, int8 and bfloat16, on top of avx512_vnni and avx512_bf16, permitted to this process
   bool neon_dot = false;  // aarch64: four-way dot products of bytes
+  bool crc32c = false;  // an instruction for that checksum: SSE 4.2, or the CRC extension of ARMv8
 };
 
 // Read once. A set counts only if the operating system saves its registers (XCR0), whatever CPUID says. Tile registers must also be

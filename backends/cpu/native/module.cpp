@@ -212,7 +212,9 @@ NB_MODULE(_native, m) {
              const auto layout = linear::choose_layout(named<linear::Format>(linear::kFormatNames, format), named<linear::Storage>(linear::kStorageNames, storage));
              return linear::PackedMatrix(runtime.arena, layout, out, in);
            }, "format"_a, "storage"_a, "out"_a, "in"_a, "What pack() would return, to be filled through its `packed` bytes.")
-      .def("finish_packing", &finish_packing, "Waits for what is still being packed. To be called before a tape runs.")
+      .def("read", [](Runtime& runtime, const linear::PackedMatrix& matrix, std::string path) { return runtime.packer.read(matrix, std::move(path)); },
+           "matrix"_a, "path"_a, "Fills a matrix from the start of a file in the background, until finish_packing(); what became of it.")
+      .def("finish_packing", &finish_packing, "Waits for what is still being packed or read. To be called before a tape runs.")
       .def_prop_ro("bytes_given_back", [](const Runtime& runtime) { return runtime.packer.bytes_given_back(); })
       .def("multiply_add_rate", &multiply_add_rate, "rounds"_a, "float32 multiply-adds a second of all threads together.")
       .def("unpack", &unpack, "matrix"_a, "float32[out, in]: the numbers that a matrix holds.");
@@ -221,6 +223,7 @@ NB_MODULE(_native, m) {
   bind_attention(m);
   nb::module_ amx_module = m.def_submodule("amx");
   bind_amx(amx_module);
+  bind_checksum(m);
 }
 
 }  // namespace trivium

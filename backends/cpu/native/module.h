@@ -48,6 +48,7 @@ nanobind::ndarray<nanobind::numpy, T> new_array(std::initializer_list<size_t> di
 void bind_tape(nanobind::module_& m);
 void bind_attention(nanobind::module_& m);
 void bind_amx(nanobind::module_& m);
+void bind_checksum(nanobind::module_& m);
 
 namespace linear {
 void bind_linear(nanobind::module_& m);

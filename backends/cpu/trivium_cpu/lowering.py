@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -84,10 +84,10 @@ class Lowering:
 
     def __init__(
         self, runtime: Any, program: Program, weights: Mapping[str, Resident], *, spec: KVSpec, layers: Mapping[int, Any],
-        pool: Any, threads: int, max_model_len: int,
+        pool: Any, unpack: Callable[[Any], npt.NDArray[np.float32]], threads: int, max_model_len: int,
     ) -> None:  # fmt: skip
         self.runtime, self.program, self.spec, self.layers = runtime, program, spec, layers
-        self.threads, self.max_model_len = threads, max_model_len
+        self.unpack, self.threads, self.max_model_len = unpack, threads, max_model_len
         self.tape = _native.Tape(runtime, pool)
         self.weights = {c.value: weights[c.value.name] for c in program.constants}
         self.kept: list[Any] = []
@@ -152,7 +152,7 @@ class Lowering:
         key = ("transposed", value)
         if key not in self.shared:
             weight = self.weights[value]
-            plain = weight.array if weight.array is not None else self.runtime.unpack(weight.matrix)
+            plain = weight.array if weight.array is not None else self.unpack(weight.matrix)
             columns = np.ascontiguousarray(np.asarray(plain).T)
             self.kept.append(columns)
             self.shared[key] = Place("constant", 0, 0, _native.Ref.floats(columns))
@@ -208,7 +208,7 @@ class Lowering:
         if value not in self.shared:
             array = self.weights[value].array
             if array is None:
-                array = self.runtime.unpack(self.weights[value].matrix)
+                array = self.unpack(self.weights[value].matrix)
             self.kept.append(array)
             self.shared[value] = Place("constant", 0, 0, _native.Ref.floats(array))
         return self.shared[value]

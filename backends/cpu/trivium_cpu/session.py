@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,8 +20,6 @@ from trivium_cpu.formats import STORAGES
 from trivium_cpu.lowering import Lowering, Resident
 
 if TYPE_CHECKING:
-    from concurrent.futures import Future
-
     from trivium_cpu.weight_cache import WeightCache
 
 _FLOATS = {"float32": np.float32, "float16": np.uint16, "bfloat16": np.uint16}
@@ -42,7 +40,7 @@ class CpuSession(Session):
         self._loaded: dict[Any, tuple[Resident, Weight]] = {}
         self._weight_bytes = 0
         self._cache: WeightCache | None = None
-        self._reading: list[tuple[Path, Future[bool], Weight, str, Any]] = []
+        self._reading: list[tuple[Path, Any, Weight, str, Any]] = []
 
     def put(self, array: npt.NDArray[Any]) -> Tensor:
         return np.array(array, np.float32 if np.issubdtype(array.dtype, np.floating) else array.dtype)
@@ -75,7 +73,7 @@ class CpuSession(Session):
             cache.write(path, matrix.packed)
             return matrix
         matrix = self._runtime.allocate(format, _storage(weight), math.prod(weight.shape[:-1]), weight.shape[-1])
-        self._reading.append((path, cache.read(path, matrix.packed), weight, format, matrix))
+        self._reading.append((path, self._runtime.read(matrix, str(path)), weight, format, matrix))
         return matrix
 
     def _pack(self, weight: Weight, format: str) -> Any:
@@ -97,32 +95,34 @@ class CpuSession(Session):
 
             build = Path(_native.__file__).stat()
             folder = default_folder() if where is True else Path(where).expanduser()
-            self._cache = WeightCache(folder, (build.st_size, build.st_mtime_ns), self._runtime.threads)
+            self._cache = WeightCache(folder, (build.st_size, build.st_mtime_ns))
         return self._cache
 
     def _finish_loading(self) -> None:
         """Waits until every weight is where it belongs; what was kept and is damaged is rounded again."""
         self._runtime.finish_packing()
-        self._finish_reading()
-
-    def _finish_reading(self) -> None:
-        for path, whole, weight, format, matrix in self._reading:
-            if not whole.result():
+        if self._cache is None:
+            return
+        for path, read, weight, format, matrix in self._reading:
+            if not self._cache.is_whole(read, matrix.nbytes):
                 import logging
 
                 message = "%s, which keeps the rounded %s, is damaged; it is made again"
                 logging.getLogger(__name__).warning(message, path, weight.name)
                 matrix.packed[:] = self._pack(weight, format).packed
-                cast("WeightCache", self._cache).write(path, matrix.packed)
+                self._cache.write(path, matrix.packed)
         self._reading.clear()
-        if self._cache is not None:
-            self._cache.make_room()
+        self._cache.make_room()
+
+    def _unpack(self, matrix: Any) -> npt.NDArray[np.float32]:
+        """float32[out, in]: the numbers that a matrix holds."""
+        self._finish_loading()
+        return np.asarray(self._runtime.unpack(matrix))
 
     def read_weight(self, tensor: Tensor) -> npt.NDArray[np.float32]:
         if not isinstance(tensor, Resident):
             return np.asarray(tensor, np.float32)
-        self._finish_reading()
-        array = tensor.array if tensor.array is not None else np.asarray(self._runtime.unpack(tensor.matrix))
+        array = tensor.array if tensor.array is not None else self._unpack(tensor.matrix)
         return array.reshape(tensor.shape)
 
     def assign(self, tensor: Tensor, index: int, array: npt.NDArray[np.float32]) -> None:
@@ -156,9 +156,8 @@ class CpuSession(Session):
         announce_fallbacks("cpu", missing, strict=bool(self._options.get("strict")))
         low = Lowering(
             self._runtime, program, weights, spec=self._spec, layers=self._layers, pool=self._pool,
-            threads=self._runtime.threads, max_model_len=self._options.get("max_model_len") or 8192,
+            unpack=self._unpack, threads=self._runtime.threads, max_model_len=self._options.get("max_model_len") or 8192,
         )  # fmt: skip
-        self._finish_reading()  # lowering may look at numbers
         low.run(choices)
         self._finish_loading()
         tokens, seqs = self._options.get("max_batched_tokens") or 512, self._options.get("max_seqs") or 64

@@ -1,6 +1,6 @@
 """Rounded weights on disk: the next start with the same checkpoint reads them instead of rounding again.
 
-One file a tensor: its packed bytes, then their number and CRC-32. Its name is a digest of what it depends on: where the numbers
+One file a tensor: its packed bytes, then their number and CRC-32C. Its name is a digest of what it depends on: where the numbers
 come from (Weight.origin), the formats, and the build of the native module. So nothing is ever out of date, only unused; the files
 used least recently go when all together take more than MAX_BYTES. Files appear whole, by renaming; what is damaged is made again.
 """
@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import os
 import struct
-import zlib
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -19,11 +17,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from trivium_cpu import _native
+
 MAX_BYTES = 32 << 30
 MIN_BYTES = 64 << 10
 """Smaller tensors are rounded in about the time that a file takes to open."""
 _FOOTER = struct.Struct("<8sQI")
-_MAGIC = b"trvpack1"
+_MAGIC = b"trvpack2"
 
 
 def default_folder() -> Path:
@@ -34,9 +34,8 @@ def default_folder() -> Path:
 class WeightCache:
     """One session's view of a folder. `parts`: what every file's name depends on."""
 
-    def __init__(self, folder: Path, parts: Sequence[object], threads: int) -> None:
-        self._folder, self._parts = folder, tuple(parts)
-        self._threads = ThreadPoolExecutor(threads)
+    def __init__(self, folder: Path, parts: Sequence[object]) -> None:
+        self._folder, self._parts = folder, (_MAGIC, *parts)
         self._written = False
         self._works = True
 
@@ -44,9 +43,10 @@ class WeightCache:
         """The file of a tensor."""
         return self._folder / f"{blake2b(repr((self._parts, parts)).encode(), digest_size=20).hexdigest()}.bin"
 
-    def read(self, path: Path, into: npt.NDArray[np.uint8]) -> Future[bool]:
-        """Fills `into` from a file, on another thread. False: it is damaged."""
-        return self._threads.submit(_read, path, into)
+    @staticmethod
+    def is_whole(read: Any, nbytes: int) -> bool:
+        """Whether what Runtime.read() found in a file is what write() wrote: `nbytes` packed bytes, undamaged."""
+        return bool(read.whole and read.rest == _FOOTER.pack(_MAGIC, nbytes, read.crc32c))
 
     def write(self, path: Path, data: npt.NDArray[np.uint8]) -> None:
         """Keeps the packed bytes of a tensor, unless they are few, if the folder can be written."""
@@ -60,7 +60,7 @@ class WeightCache:
                 part = Path(file.name)
                 try:
                     file.write(data.data)
-                    file.write(_FOOTER.pack(_MAGIC, data.nbytes, zlib.crc32(data.data)))
+                    file.write(_FOOTER.pack(_MAGIC, data.nbytes, _native.crc32c(data)))
                     file.close()
                     part.replace(path)
                 finally:
@@ -79,24 +79,6 @@ class WeightCache:
         if self._written:
             _evict(self._folder, MAX_BYTES)
         self._written = False
-
-
-def _read(path: Path, into: npt.NDArray[np.uint8]) -> bool:
-    try:
-        with path.open("rb", buffering=0) as file:
-            whole = _fill(file, into) and file.read(_FOOTER.size + 1) == _FOOTER.pack(_MAGIC, into.nbytes, zlib.crc32(into.data))
-        if whole:
-            os.utime(path)
-    except OSError:
-        return False
-    return whole
-
-
-def _fill(file: Any, into: npt.NDArray[np.uint8]) -> bool:
-    left = into.data
-    while len(left) and (count := file.readinto(left)):
-        left = left[count:]
-    return not len(left)
 
 
 def _evict(folder: Path, limit: int) -> None:
