@@ -7,11 +7,11 @@ import sys
 
 import numpy as np
 import pytest
+from cpu_cases import batch_of, embedding_program
 from trivium.conformance.kit import open_lab
 from trivium.conformance.lab import as_weight
 from trivium.errors import BackendError, BackendUnavailableError, CapacityError, InvalidRequestError, UnsupportedError
-from trivium.ops import Batch, Group, KVSpec, PagedKV, Weight, new_builder
-from trivium.ops.sample import plain_inputs
+from trivium.ops import Group, KVSpec, PagedKV, Weight, new_builder
 from trivium.plugin import HostFallbackWarning
 from trivium_cpu.plugin import CpuBackend, _tier
 
@@ -91,21 +91,6 @@ def test_a_pool_beyond_the_memory_is_refused_with_the_bytes(session):
     spec = KVSpec(16, "float32", (Group(PagedKV(2, 16), (0,)),))
     with pytest.raises(CapacityError, match=str(10**12 * session.page_bytes(spec))):
         session.kv_store(spec, 10**12)
-
-
-def embedding_program(vocab=8, hidden=5):
-    b = new_builder()
-    y = b.embedding(b.input("token_ids"), b.weight("table", (vocab, hidden)))
-    return b.finish({"logits": b.gather_rows(y, b.input("sample_rows"))}, vocab_size=hidden)
-
-
-def batch_of(ids, rows=None):
-    ids = np.asarray(ids, np.int32)
-    rows = np.arange(len(ids), dtype=np.int32) if rows is None else np.asarray(rows, np.int32)
-    return Batch(
-        ids, np.arange(len(ids), dtype=np.int32), np.array([0, len(ids)], np.int32), np.array([len(ids)], np.int32),
-        np.zeros((0, 1, 0), np.int32), np.zeros((0, len(ids)), np.int64), rows, plain_inputs(len(rows)),
-    )  # fmt: skip
 
 
 @pytest.fixture

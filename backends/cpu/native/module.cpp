@@ -215,6 +215,13 @@ NB_MODULE(_native, m) {
       .def("read", [](Runtime& runtime, const linear::PackedMatrix& matrix, std::string path) { return runtime.packer.read(matrix, std::move(path)); },
            "matrix"_a, "path"_a, "Fills a matrix from the start of a file in the background, until finish_packing(); what became of it.")
       .def("finish_packing", &finish_packing, "Waits for what is still being packed or read. To be called before a tape runs.")
+      .def("enlarge_pages", [](Runtime& runtime, double seconds) {
+             const nb::gil_scoped_release release;
+             return runtime.packer.backing().enlarge(std::chrono::nanoseconds(static_cast<int64_t>(1e9 * seconds)));
+           }, "seconds"_a, "Makes pages of packed weights huge that could not be at first, for so long, one at least; whether any are left.")
+      .def("forget_pages", [](Runtime& runtime) { runtime.packer.backing().forget(); }, "Leaves them small.")
+      .def("assume_slow_pages", [](Runtime& runtime) { runtime.packer.backing().assume_slow(); }, "For tests: as where huge pages take long to get.")
+      .def_prop_ro("small_bytes", [](Runtime& runtime) { return runtime.packer.backing().small_bytes(); }, "Bytes that enlarge_pages() has still to do.")
       .def_prop_ro("bytes_given_back", [](const Runtime& runtime) { return runtime.packer.bytes_given_back(); })
       .def("multiply_add_rate", &multiply_add_rate, "rounds"_a, "float32 multiply-adds a second of all threads together.")
       .def("unpack", &unpack, "matrix"_a, "float32[out, in]: the numbers that a matrix holds.");

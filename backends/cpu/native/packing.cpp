@@ -136,6 +136,7 @@ std::vector<Packer::Chunk> Packer::split(const std::vector<Work>& batch) const {
 }
 
 void Packer::pack_chunk(Work& work, const Chunk& chunk) {
+  backing_.prepare(work.matrix, chunk.begin, chunk.end);
   std::string fault;
   try {
     linear::pack_tiles(work.matrix, work.source, chunk.begin, chunk.end);
@@ -151,6 +152,7 @@ void Packer::pack_chunk(Work& work, const Chunk& chunk) {
 }
 
 void Packer::read_chunk(Work& work, Chunk& chunk) {
+  backing_.prepare(work.matrix, chunk.begin, chunk.end);
   const File file(work.path);
   const int64_t each = work.matrix.view().tile_bytes;
   std::tie(chunk.filled, chunk.checksum) = read_checked(file, chunk.begin * each, work.matrix.tile(chunk.begin), (chunk.end - chunk.begin) * each);
@@ -161,6 +163,9 @@ void Packer::read_chunk(Work& work, Chunk& chunk) {
 
 void Packer::pack(std::vector<Work>& batch) {
   std::vector<Chunk> chunks = split(batch);
+  std::vector<linear::PackedMatrix> matrices;
+  for (const Work& work : batch) matrices.push_back(work.matrix);
+  backing_.begin(std::move(matrices));
   Shares shares(pool_.threads());
   pool_.run([&](Worker& worker) {
     worker.share(shares, static_cast<int64_t>(chunks.size()), [&](int64_t index) {
@@ -170,6 +175,7 @@ void Packer::pack(std::vector<Work>& batch) {
       else pack_chunk(work, chunk);
     });
   });
+  backing_.begin({});
   for (const Work& work : batch) {
     // Reading ahead has mapped again what lies beside each chunk.
     if (work.mapped) give_back(work.source.data, work.matrix.view().out * work.source.row_bytes);

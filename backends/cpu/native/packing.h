@@ -9,6 +9,7 @@
 #include <thread>
 #include <vector>
 
+#include "backing.h"
 #include "linear/linear.h"
 #include "pool.h"
 
@@ -40,6 +41,8 @@ public:
   void finish();
   // Bytes of mapped sources that were given back so far.
   int64_t bytes_given_back() const { return given_back_; }
+  // The pages of what was packed or read. Not between add() and finish().
+  Backing& backing() { return backing_; }
 
 private:
   struct Work {
@@ -60,9 +63,10 @@ private:
   void pack(std::vector<Work>& batch);
   std::vector<Chunk> split(const std::vector<Work>& batch) const;
   void pack_chunk(Work& work, const Chunk& chunk);
-  static void read_chunk(Work& work, Chunk& chunk);
+  void read_chunk(Work& work, Chunk& chunk);
 
   ThreadPool& pool_;
+  Backing backing_;
   std::thread thread_;
   std::mutex mutex_;
   std::condition_variable changed_;

@@ -18,6 +18,10 @@ from trivium_cpu.places import Place
 from trivium_cpu.profile import Meter
 
 
+_ENLARGING = 8e-3
+"""Seconds a step to make pages huge, where that had to wait: two pages if each takes 6 ms, some twenty where that is over."""
+
+
 class TapeStep(Step):
     """A step that ran to its end inside run(). Outputs live in the tape's memory until the next step."""
 
@@ -53,11 +57,14 @@ class TapeExecutable(Executable):
         self._meter = Meter(low.tape, low.runtime, low.costs, matrices)
         self.operations, self.barriers = len(low.tape), low.barriers
         self.steps = 0
+        self._small_pages = low.runtime.small_bytes > 0
 
     def run(self, batch: Batch) -> TapeStep:
         if os.getpid() != self._process:
             raise BackendError("this model was loaded before a fork, which kept none of its threads; load it in the new process")
         self.steps += 1
+        if self._small_pages and self.steps > 1:  # the first token must not wait
+            self._small_pages = self._low.runtime.enlarge_pages(_ENLARGING)
         sizes = {"tokens": batch.tokens, "rows": len(batch.sample_rows), "pooled": len(batch.pool_rows), "seqs": batch.seqs}
         if self._meter.on:
             self._meter.step(sizes, batch)

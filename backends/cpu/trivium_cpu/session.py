@@ -212,6 +212,7 @@ class CpuSession(Session):
 
     def close(self) -> None:
         self._pool = None
+        self._runtime.forget_pages()
         self._layers.clear()
         self._loaded.clear()
 

@@ -20,8 +20,8 @@ import numpy.typing as npt
 from trivium_cpu import _native
 
 MAX_BYTES = 32 << 30
-MIN_BYTES = 64 << 10
-"""Smaller tensors are rounded in about the time that a file takes to open."""
+MIN_BYTES = 8 << 10
+"""Smaller tensors are rounded in less than 0.5 ms."""
 _FOOTER = struct.Struct("<8sQI")
 _MAGIC = b"trvpack2"
 
