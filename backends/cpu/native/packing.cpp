@@ -16,7 +16,7 @@
 namespace trivium {
 namespace {
 
-constexpr int64_t kChunkBytes = 512 << 10;  // of a source: enough to make a call to the system cheap
+constexpr int64_t kChunkBytes = 1 << 20;  // of a source: enough to make a call to the system cheap
 constexpr int64_t kReadBytes = 1 << 20;
 constexpr int64_t kPieceBytes = 128 << 10;  // read, then checked while they are in the processor's cache
 
