@@ -31,6 +31,51 @@ void move_bytes(const uint8_t* p, uint8_t* line) {
   for (int64_t quad = 0; quad < kQuads; ++quad) store_word(line + quad * kLine, load_word(p + 4 * quad) ^ 0x80808080u);
 }
 
+// Four words, one of each of four outputs.
+using Words = uint32_t __attribute__((vector_size(16)));
+
+#if defined(__clang__)
+template <int a, int b, int c, int d>
+Words pick(Words x, Words y) {
+  return __builtin_shufflevector(x, y, a, b, c, d);
+}
+#else
+template <unsigned a, unsigned b, unsigned c, unsigned d>
+Words pick(Words x, Words y) {
+  return __builtin_shuffle(x, y, Words{a, b, c, d});
+}
+#endif
+
+struct Quads {
+  Words word[4];
+};
+
+// Word i of four outputs, whose 16 bytes lie `stride` apart.
+Quads gather(const uint8_t* p, int64_t stride) {
+  Words row[4];
+  for (int64_t i = 0; i < 4; ++i) std::memcpy(&row[i], p + i * stride, sizeof row[i]);
+  const Words low01 = pick<0, 4, 1, 5>(row[0], row[1]), low23 = pick<0, 4, 1, 5>(row[2], row[3]);
+  const Words high01 = pick<2, 6, 3, 7>(row[0], row[1]), high23 = pick<2, 6, 3, 7>(row[2], row[3]);
+  return {{pick<0, 1, 4, 5>(low01, low23), pick<2, 3, 6, 7>(low01, low23), pick<0, 1, 4, 5>(high01, high23), pick<2, 3, 6, 7>(high01, high23)}};
+}
+
+// As move_nibbles and move_bytes, for four outputs beside each other.
+void move_four_nibbles(const uint8_t* p, int64_t stride, uint8_t* line) {
+  const auto [a, b, c, d] = gather(p, stride).word;
+  const Words lines[4] = {(a & kLow) | (b & kLow) << 4, (c & kLow) | (d & kLow) << 4, (a >> 4 & kLow) | (b & ~kLow), (c >> 4 & kLow) | (d & ~kLow)};
+  for (int64_t i = 0; i < 4; ++i) std::memcpy(line + i * kLine, &lines[i], sizeof lines[i]);
+}
+
+void move_four_bytes(const uint8_t* p, int64_t stride, uint8_t* line) {
+  for (int64_t half = 0; half < 2; ++half) {
+    const Quads quads = gather(p + 16 * half, stride);
+    for (int64_t i = 0; i < 4; ++i) {
+      const Words bytes = quads.word[i] ^ 0x80808080u;
+      std::memcpy(line + (4 * half + i) * kLine, &bytes, sizeof bytes);
+    }
+  }
+}
+
 // Blocks of 32: float16 scale, for sm float16 minimum, codes.
 template <Layout kLayout>
 void move_blocks(const MatrixView& matrix, const Source& source, const uint8_t* rows, int64_t count, uint8_t* tile) {
@@ -42,10 +87,17 @@ void move_blocks(const MatrixView& matrix, const Source& source, const uint8_t* 
     uint8_t* chunk = tile + g / kShape.groups * kShape.chunk_bytes();
     uint8_t* scales = chunk + g % kShape.groups * 32;
     uint8_t* codes = chunk + kShape.header + g % kShape.groups * kShape.group_bytes();
+    int64_t four = 0;
+    for (; four + 4 <= count; four += 4) {
+      const uint8_t* block = rows + four * source.row_bytes + g * kBlock;
+      if constexpr (kShape.bits == 4) move_four_nibbles(block + kScales, source.row_bytes, codes + 4 * four);
+      else move_four_bytes(block + kScales, source.row_bytes, codes + 4 * four);
+    }
     for (int64_t lane = 0; lane < count; ++lane) {
       const uint8_t* block = rows + lane * source.row_bytes + g * kBlock;
       std::memcpy(scales + 2 * lane, block, 2);
       if constexpr (!is_symmetric(kLayout)) std::memcpy(scales + 32 + 2 * lane, block + 2, 2);
+      if (lane < four) continue;
       if constexpr (kShape.bits == 4) move_nibbles(block + kScales, codes + 4 * lane);
       else move_bytes(block + kScales, codes + 4 * lane);
     }
