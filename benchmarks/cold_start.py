@@ -1,9 +1,10 @@
 """A fresh process to its first token, phase by phase, and its peak memory. Prints JSON: medians of processes that take turns.
 
-python benchmarks/cold_start.py [MODEL] [--repeat N] [--quantize FORMAT]
+python benchmarks/cold_start.py [MODEL] [--repeat N] [--quantize FORMAT] [--rest SECONDS]
 
 The prompt is 32 token ids, the file is in the page cache and the bytecode of all modules is on disk: one run of each kind goes
-before the measured ones. With --quantize also the weights rounded on load, without and with the cache of rounded weights.
+before the measured ones. With --quantize also the weights rounded on load, without and with the cache of rounded weights. With --rest
+each process waits first, in which time a virtual machine may give its free memory back to its host.
 """
 
 from __future__ import annotations
@@ -78,6 +79,7 @@ def main() -> None:
     parser.add_argument("model", nargs="?", default="smollm2-135m")
     parser.add_argument("--repeat", type=int, default=7)
     parser.add_argument("--quantize", help="a resident format to round to")
+    parser.add_argument("--rest", type=float, default=0.0, help="seconds before each process")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         kinds: dict[str, dict[str, Any]] = {"as stored": {}}
@@ -91,6 +93,7 @@ def main() -> None:
         runs: dict[str, list[dict[str, Any]]] = {kind: [] for kind in kinds}
         for _ in range(args.repeat):
             for kind, options in kinds.items():
+                time.sleep(args.rest)
                 runs[kind].append(run(args.model, options, environment))
     figures = {
         kind: {"seconds": medians(of, "phases"), "bytes": medians(of, "bytes"), "first token": of[0]["token"]}
