@@ -3,8 +3,8 @@
 python benchmarks/cold_start.py [MODEL] [--repeat N] [--quantize FORMAT] [--rest SECONDS]
 
 The prompt is 32 token ids, the file is in the page cache and the bytecode of all modules is on disk: one run of each kind goes
-before the measured ones. With --quantize also the weights rounded on load, without and with the cache of rounded weights. With --rest
-each process waits first, in which time a virtual machine may give its free memory back to its host.
+before the measured ones. With --quantize also the weights rounded on load, without and with the cache of rounded weights. With
+--rest each process waits first, in which time a virtual machine may give its free memory back to its host.
 """
 
 from __future__ import annotations
