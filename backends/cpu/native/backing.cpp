@@ -60,7 +60,7 @@ void Backing::touch(uintptr_t page) {
   const int64_t took = processor_time() - before;
   const std::lock_guard guard(mutex_);
   spent_ += took;
-  if (++touched_ < kWindow) return;
+  if (++touched_ < kWindow || slow_) return;
   if (spent_ >= kWindow * kSlow && make_huge(page)) {
     slow_ = true;
     keep_small();
