@@ -86,6 +86,7 @@ def test_matrices_that_are_packed_one_after_the_other_leave_no_page_out(session:
 
 def test_pages_become_huge_between_steps_but_not_before_the_first(session: Any, table: np.ndarray, monkeypatch: Any) -> None:
     monkeypatch.setattr("trivium_cpu.executable._ENLARGING", 0.0)
+    monkeypatch.setattr("trivium_cpu.executable._ENLARGING_SHARE", 1e9)
     session._runtime.assume_slow_pages()
     executable = session.compile(embedding_program(*SHAPE), {"table": load(session, table)})
     left = []

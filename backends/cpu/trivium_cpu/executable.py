@@ -17,9 +17,10 @@ from trivium_cpu.lowering import Lowering, Segment
 from trivium_cpu.places import Place
 from trivium_cpu.profile import Meter
 
-
 _ENLARGING = 8e-3
-"""Seconds a step to make pages huge, where that had to wait: two pages if each takes 6 ms, some twenty where that is over."""
+"""Seconds before a step, at most, to make pages huge where that had to wait."""
+_ENLARGING_SHARE = 0.25
+"""Of the time, for that: small pages cost decode a sixth, so a short answer should not wait for all of them."""
 
 
 class TapeStep(Step):
@@ -58,13 +59,23 @@ class TapeExecutable(Executable):
         self.operations, self.barriers = len(low.tape), low.barriers
         self.steps = 0
         self._small_pages = low.runtime.small_bytes > 0
+        self._enlarged, self._enlarging = time.perf_counter(), 0.0
+
+    def _enlarge_pages(self) -> None:
+        """For its share of the time since the last time, if a page is likely to be made in that."""
+        start = time.perf_counter()
+        share = _ENLARGING_SHARE * (start - self._enlarged)
+        if share >= self._enlarging:
+            self._small_pages = self._low.runtime.enlarge_pages(min(share, _ENLARGING))
+            self._enlarged = time.perf_counter()
+            self._enlarging = self._enlarged - start
 
     def run(self, batch: Batch) -> TapeStep:
         if os.getpid() != self._process:
             raise BackendError("this model was loaded before a fork, which kept none of its threads; load it in the new process")
         self.steps += 1
         if self._small_pages and self.steps > 1:  # the first token must not wait
-            self._small_pages = self._low.runtime.enlarge_pages(_ENLARGING)
+            self._enlarge_pages()
         sizes = {"tokens": batch.tokens, "rows": len(batch.sample_rows), "pooled": len(batch.pool_rows), "seqs": batch.seqs}
         if self._meter.on:
             self._meter.step(sizes, batch)

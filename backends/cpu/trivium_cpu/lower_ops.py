@@ -38,8 +38,8 @@ def gate_of(attrs: Mapping[str, Any]) -> Any:
 
 
 class Between(NamedTuple):
-    """What a gated projection leaves for the next one of a fused block. record: where its rows are made, quantised, as only the next
-    one reads them; ABSENT: nowhere."""
+    """What a gated projection leaves for the next one of a fused block. record: where its rows are made, quantised, as only the
+    next one reads them; ABSENT: nowhere."""
 
     place: Place
     rows: Extent
@@ -48,8 +48,9 @@ class Between(NamedTuple):
 
 
 def project(
-    low: Lowering, name: str, x: Value | Between, matrices: list[tuple[Value, Value | None]], outs: list[Place], *, norm: Any = NO_NORM,
-    other: Place = ABSENT, total: Place = ABSENT, accumulate: bool = False, gate: Any = None, handed: Place = ABSENT,
+    low: Lowering, name: str, x: Value | Between, matrices: list[tuple[Value, Value | None]], outs: list[Place], *,
+    norm: Any = NO_NORM, other: Place = ABSENT, total: Place = ABSENT, accumulate: bool = False, gate: Any = None,
+    handed: Place = ABSENT,
 ) -> None:  # fmt: skip
     """One projection operation: see native/ops_linear.h. `outs`: a place for each matrix; one if gated."""
     at, rows, width, record = x if isinstance(x, Between) else (low.place(x), rows_of(x), last(x), ABSENT)
@@ -62,11 +63,12 @@ def project(
     normed = low.temporary(rows.symbol, rows.factor * width) if plain else ABSENT
     if quantised and not takes_over:
         record = low.temporary(rows.symbol, rows.factor * _native.linear.record_numbers(packed))
-    reads = [at, other, *(outs if accumulate else []), *([record] if takes_over else [])]
-    cost = Cost((at, other, *(outs if accumulate else []), total), tuple(outs), projection(rows, packed), "int8" if quantised else "float32")
+    reads = [at, other, *(outs if accumulate else [])]
+    cost = Cost((*reads, total), tuple(outs), projection(rows, packed), "int8" if quantised else "float32")
     low.emit(
         "project", name, at.ref, width, rows.native, targets, norm, other.ref, total.ref, normed.ref, record.ref, accumulate, gate,
-        handed.ref, takes_over, reads=reads, writes=[*outs, total, normed, record, handed], cost=cost,
+        handed.ref, takes_over, reads=[*reads, *([record] if takes_over else [])],
+        writes=[*outs, total, normed, handed, *([] if takes_over else [record])], cost=cost,
     )  # fmt: skip
     low.release(normed)
     low.release(record)
