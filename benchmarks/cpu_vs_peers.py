@@ -101,7 +101,7 @@ class Comparison:
         subject = self.subjects[model]
         files = [str(self.root / "models" / subject.ours), str(self.root / "bench" / f"prompts-{subject.prompts}.json")]
         batches = ["--batches", phase.removeprefix("batch_")] if phase.startswith("batch_") else []
-        options = json.dumps({"quantize": subject.quantize} | self.args.options)
+        options = json.dumps({"quantize": subject.quantize, "kv_dtype": subject.kv_dtype} | self.args.options)
         flags = ["--parts", PARTS[phase], "--reps", str(reps), "--options", options, *batches]
         return [sys.executable, str(HERE / "cpu_vs_peers.py"), "--ours", *files, *flags]
 
@@ -156,7 +156,8 @@ class Comparison:
             return "not measured in this run; see benchmarks/quality.py"
         judge = [sys.executable, str(HERE / "quality.py"), "--peers", str(self.root), "--json"]
         try:
-            return figures([*judge, "--quantize", SUBJECTS["smollm2-135m"].quantize], Path.cwd(), 600)
+            subject = SUBJECTS["smollm2-135m"]
+            return figures([*judge, "--quantize", subject.quantize, "--kv-dtype", subject.kv_dtype], Path.cwd(), 600)
         except Failed as e:
             return f"failed: {e}"
 

@@ -17,9 +17,9 @@ from trivium_cpu.lowering import Lowering, Segment
 from trivium_cpu.places import Place
 from trivium_cpu.profile import Meter
 
-_ENLARGING = 8e-3
+_ENLARGING = 32e-3
 """Seconds before a step, at most, to make pages huge where that had to wait."""
-_ENLARGING_SHARE = 0.25
+_ENLARGING_SHARE = 1 / 3
 """Of the time, for that: small pages cost decode a sixth, so a short answer should not wait for all of them."""
 
 
