@@ -334,7 +334,8 @@ def test_over_a_socket_nothing_is_seen_before_it_was_sent():
 def test_the_command_measures_trivium_itself(folder, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", SECRET)
     with running(folder) as server:
-        common = ["bench", "serve", "--url", server.url, "--json", "--output-len", "5", "--requests", "6", "--input-len", "40"]
+        common = ["bench", "serve", "--url", server.url, "--json", "--seed", "1"]
+        common += ["--output-len", "5", "--requests", "6", "--input-len", "40"]
         assert main([*common, "--concurrency", "3", "--html", str(tmp_path / "page.html"), "--slo", "ttft=60s"]) == 0
         chat = json.loads(capsys.readouterr().out)
         assert main([*common, "--endpoint", "completions", "--vocab-size", "90", "--rate", "50", "--body", "temperature=0"]) == 0
