@@ -14,7 +14,7 @@ using namespace trivium::linear;
 
 namespace {
 
-constexpr int64_t kIn = 96, kOut = 41, kRows = 29;
+constexpr int64_t kIn = 352, kOut = 41, kRows = 29;  // inputs end within a part
 
 // Numbers in [-1, 1) without a pattern.
 std::vector<float> noise(int64_t count, uint32_t seed) {
@@ -27,10 +27,11 @@ std::vector<float> noise(int64_t count, uint32_t seed) {
 }
 
 std::vector<float> product(const LinearKernels& kernels, const MatrixView& matrix, const std::vector<float>& x, int64_t rows) {
-  std::vector<uint8_t> memory(static_cast<size_t>(rows * QuantisedRows::row_bytes(kIn) + kAlign));
+  const Records records = records_of(matrix.layout);
+  std::vector<uint8_t> memory(static_cast<size_t>(rows * QuantisedRows::row_bytes(kIn, records) + kAlign));
   auto* aligned = reinterpret_cast<uint8_t*>((reinterpret_cast<uintptr_t>(memory.data()) + kAlign - 1) / kAlign * kAlign);
-  const QuantisedRows quantised(aligned, kIn);
-  for (int64_t row = 0; row < rows; ++row) kernels.quantise_row(x.data() + row * kIn, quantised, row);
+  const QuantisedRows quantised(aligned, kIn, records);
+  for (int64_t row = 0; row < rows && records != Records::none; ++row) kernels.quantise_row(x.data() + row * kIn, quantised, row);
   std::vector<float> y(static_cast<size_t>(rows * kOut));
   kernels.multiply(matrix, {x.data(), kIn, quantised}, {0, rows}, {0, kOut}, {y.data(), kOut});
   return y;
@@ -97,7 +98,9 @@ int main() {
     std::printf("%s ", checksum->name);
   }
   for (const Isa isa : available_isas()) {
-    for (const Format format : {Format::float32, Format::bfloat16, Format::float16, Format::int8, Format::int4}) check(kernels(isa), format);
+    for (const Format format : {Format::float32, Format::bfloat16, Format::float16, Format::int8, Format::int4, Format::int4_i8}) {
+      check(kernels(isa), format);
+    }
     std::printf("%s ", kernels(isa).name);
   }
   std::puts("ok");
