@@ -39,7 +39,7 @@ bool Project::hands_over(int64_t rows, int64_t width, int64_t threads) {
 
 size_t Project::scratch_bytes() const {
   const int64_t row = in_ * static_cast<int64_t>(sizeof(float));
-  return lines(kOwnRows * row) + lines(row) + 2 * lines(up_bytes()) + lines(kOwnRows * linear::QuantisedRows::row_bytes(in_, records()));
+  return lines(kOwnRows * row) + lines(row) + lines(up_bytes()) * (handed.present() ? 2 : 1) + lines(kOwnRows * linear::QuantisedRows::row_bytes(in_, records()));
 }
 
 Project::Scratch Project::scratch_of(Worker& worker) const {
@@ -49,7 +49,7 @@ Project::Scratch Project::scratch_of(Worker& worker) const {
   s.rows = reinterpret_cast<float*>(at);
   s.row = reinterpret_cast<float*>(at += lines(kOwnRows * row));
   s.up = reinterpret_cast<float*>(at += lines(row));
-  s.gated = reinterpret_cast<float*>(at += lines(up_bytes()));
+  s.gated = reinterpret_cast<float*>(at += handed.present() ? lines(up_bytes()) : 0);
   s.records = at + lines(up_bytes());
   return s;
 }

@@ -44,14 +44,13 @@ private:
   static constexpr int64_t kBandNumbers = 320 << 10;    // of a band's rows, about; quantised they take twice as many bytes
   static constexpr int64_t kPieces = 4;     // a thread, at least
   static constexpr int64_t kAhead = 2048;   // bytes
-  static constexpr int64_t kPartTiles = linear::kPart / linear::kTile;
 
-  // One thread's memory. gated: if there is one who takes over; else up is as wide as kTilesAtATime tiles.
+  // One thread's memory. If nobody takes over, up is as wide as kTilesAtATime tiles.
   struct Scratch {
     float* rows;         // [kOwnRows][in]
     float* row;          // [in]
     float* up;           // [kTileRowsAtATime][kPart]
-    float* gated;        // the same
+    float* gated;        // the same, if there is one who takes over
     uint8_t* records;    // [kOwnRows]
   };
 

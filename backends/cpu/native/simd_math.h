@@ -36,6 +36,16 @@ inline Vec exp(Vec x) {
 
 inline constexpr float kLog2e = 1.44269504f;
 
+// 2^f for f in [-1/2, 1/2], by the polynomial of degree 6 of the least greatest relative error, 2^-29.
+inline Vec exp2_fraction(Vec f) {
+  Vec p = fma(f, set1(1.534581169e-4f), set1(1.339993124e-3f));
+  p = fma(p, f, set1(9.618488959e-3f));
+  p = fma(p, f, set1(5.550328777e-2f));
+  p = fma(p, f, set1(2.402264689e-1f));
+  p = fma(p, f, set1(6.931472057e-1f));
+  return fma(p, f, set1(1.0f));
+}
+
 // 2^x for x <= 0 or -infinity, as softmax needs it: 2^n times a polynomial in x - n for n = round(x), of the least greatest relative error over
 // [-1/2, 1/2]: 2^-29 for degree 6, 2^-18 for degree 4. NaN gives NaN.
 template <int kDegree = 6>
@@ -50,12 +60,7 @@ inline Vec exp2_negative(Vec x) {
   const Vec n = round(clamped), f = clamped - n;
   Vec p;
   if constexpr (kDegree == 6) {
-    p = fma(f, set1(1.534581169e-4f), set1(1.339993124e-3f));
-    p = fma(p, f, set1(9.618488959e-3f));
-    p = fma(p, f, set1(5.550328777e-2f));
-    p = fma(p, f, set1(2.402264689e-1f));
-    p = fma(p, f, set1(6.931472057e-1f));
-    p = fma(p, f, set1(1.0f));
+    p = exp2_fraction(f);
   } else {
     p = fma(f, set1(9.570101911e-3f), set1(5.591786032e-2f));
     p = fma(p, f, set1(2.402474483e-1f));
@@ -113,13 +118,7 @@ inline Vec sigmoid(Vec x) {
   const Vec t = min(set1(87), max(set1(-87), x));  // in this order NaN passes through
   const Vec n = round(t * set1(-kLog2e));
   const Vec f = fma(t, set1(-1.92596299e-8f), fma(t, set1(-kLog2e), set1(0) - n));
-  Vec p = fma(f, set1(1.534581169e-4f), set1(1.339993124e-3f));  // as exp2_negative
-  p = fma(p, f, set1(9.618488959e-3f));
-  p = fma(p, f, set1(5.550328777e-2f));
-  p = fma(p, f, set1(2.402264689e-1f));
-  p = fma(p, f, set1(6.931472057e-1f));
-  p = fma(p, f, set1(1.0f));
-  const __m512 d = _mm512_add_ps(_mm512_set1_ps(1.0f), _mm512_scalef_ps(p.v, n.v)), r = _mm512_rcp14_ps(d);
+  const __m512 d = _mm512_add_ps(_mm512_set1_ps(1.0f), _mm512_scalef_ps(exp2_fraction(f).v, n.v)), r = _mm512_rcp14_ps(d);
   return {_mm512_fmadd_ps(r, _mm512_fnmadd_ps(d, r, _mm512_set1_ps(1.0f)), r)};
 #else
   return set1(1) / (set1(1) + exp(set1(0) - x));

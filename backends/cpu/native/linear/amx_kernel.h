@@ -145,29 +145,6 @@ struct AmxKernel {
       }
     }
 
-    // Factors of one group of R rows; see Groups in kernel.h.
-    template <int R>
-    struct Factors {
-      static constexpr int kPointers = (R + 2) / 3;
-      const uint8_t* pointer[kPointers];
-      int64_t stride;
-
-      TRIVIUM_INLINE Factors(const uint8_t* first, int64_t row_stride) : stride(row_stride) {
-        for (int i = 0; i < kPointers; ++i) pointer[i] = first + 3 * i * stride;
-      }
-      TRIVIUM_INLINE const TileFactor& operator[](int row) const {
-        return *reinterpret_cast<const TileFactor*>(pointer[row / 3] + row % 3 * stride);
-      }
-      TRIVIUM_INLINE void next() {
-#pragma GCC unroll 4
-        for (auto& p : pointer) {
-          p += sizeof(TileFactor);
-          asm("" : "+r"(p));
-        }
-        asm("" : "+r"(stride));
-      }
-    };
-
     // Adds `count` units' dots of R rows into their sums, which go to the result after the last unit. row: of the matrix of inputs;
     // local: in the step; kept: in the panel; factor: of the first row and unit.
     template <int kWidth, int R>
@@ -179,7 +156,7 @@ struct AmxKernel {
 #pragma GCC unroll 2
         for (int t = 0; t < kWidth; ++t) sum[i][t] = base == 0 ? S::zero_float() : S::load(b.sums[kept + i][t]);
       }
-      Factors<R> factors(factor, x.stride);
+      RowRecords<TileFactor, R> factors(factor, x.stride);
       const float* dots = b.dots[0][local / kBlock][0][local % kBlock];
       const float* scales = b.scales[0][0][0];
       const float* minimums = b.minimums[0][0];

@@ -43,6 +43,30 @@ TRIVIUM_INLINE void call_for(Layout layout, const Body& body) {
   }
 }
 
+// The current record of each of R rows that lie `stride` bytes apart. Every third row has a pointer, from which the next two are one and two
+// strides away: there are too few registers for more, and hiding these keeps the compiler from trying.
+template <class Record, int R>
+struct RowRecords {
+  static constexpr int kPointers = (R + 2) / 3;
+  const uint8_t* pointer[kPointers];
+  int64_t stride;
+
+  TRIVIUM_INLINE RowRecords(const void* first, int64_t row_stride) : stride(row_stride) {
+    for (int i = 0; i < kPointers; ++i) pointer[i] = static_cast<const uint8_t*>(first) + 3 * i * stride;
+  }
+  TRIVIUM_INLINE const Record& operator[](int row) const {
+    return *reinterpret_cast<const Record*>(pointer[row / 3] + row % 3 * stride);
+  }
+  TRIVIUM_INLINE void next() {
+#pragma GCC unroll 4
+    for (auto& p : pointer) {
+      p += sizeof(Record);
+      asm("" : "+r"(p));
+    }
+    asm("" : "+r"(stride));
+  }
+};
+
 template <class S>
 struct PartKernel;  // part_kernel.h
 
@@ -97,28 +121,11 @@ struct LinearKernel {
 
   // ----------------------------------------------------------------------------------------------------- integer layouts
 
-  // The current group of each of R rows. Every third row has a pointer, from which the next two are one and two strides away: there are
-  // too few registers for more, and hiding these keeps the compiler from trying.
+  // The current group of each of R rows.
   template <int R>
-  struct Groups {
-    static constexpr int kPointers = (R + 2) / 3;
-    const uint8_t* pointer[kPointers];
-    int64_t stride;
-
-    TRIVIUM_INLINE Groups(const QuantisedRows& rows, int64_t first, int64_t group = 0) : stride(rows.stride) {
-      for (int i = 0; i < kPointers; ++i) pointer[i] = reinterpret_cast<const uint8_t*>(rows.group(first + 3 * i) + group);
-    }
-    TRIVIUM_INLINE const QuantisedGroup& operator[](int row) const {
-      return *reinterpret_cast<const QuantisedGroup*>(pointer[row / 3] + row % 3 * stride);
-    }
-    TRIVIUM_INLINE void next() {
-#pragma GCC unroll 4
-      for (auto& p : pointer) {
-        p += sizeof(QuantisedGroup);
-        asm("" : "+r"(p));
-      }
-      asm("" : "+r"(stride));
-    }
+  struct Groups : RowRecords<QuantisedGroup, R> {
+    TRIVIUM_INLINE Groups(const QuantisedRows& rows, int64_t first, int64_t group = 0)
+        : RowRecords<QuantisedGroup, R>(rows.group(first) + group, rows.stride) {}
   };
 
   template <Layout kLayout>

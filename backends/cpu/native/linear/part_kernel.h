@@ -27,27 +27,11 @@ struct PartKernel {
   // Where a chunk's header keeps the step of a group; its offset follows.
   static constexpr int64_t kSteps = kTile * sizeof(float), kStepPair = 2 * kTile;
 
-  // The current part of each of R rows, as LinearKernel::Groups.
+  // The current part of each of R rows.
   template <int R>
-  struct Parts {
-    static constexpr int kPointers = (R + 2) / 3;
-    const uint8_t* pointer[kPointers];
-    int64_t stride;
-
-    TRIVIUM_INLINE Parts(const QuantisedRows& rows, int64_t first, int64_t part = 0) : stride(rows.stride) {
-      for (int i = 0; i < kPointers; ++i) pointer[i] = reinterpret_cast<const uint8_t*>(rows.part(first + 3 * i) + part);
-    }
-    TRIVIUM_INLINE const QuantisedPart& operator[](int row) const {
-      return *reinterpret_cast<const QuantisedPart*>(pointer[row / 3] + row % 3 * stride);
-    }
-    TRIVIUM_INLINE void next() {
-#pragma GCC unroll 4
-      for (auto& p : pointer) {
-        p += sizeof(QuantisedPart);
-        asm("" : "+r"(p));
-      }
-      asm("" : "+r"(stride));
-    }
+  struct Parts : RowRecords<QuantisedPart, R> {
+    TRIVIUM_INLINE Parts(const QuantisedRows& rows, int64_t first, int64_t part = 0)
+        : RowRecords<QuantisedPart, R>(rows.part(first) + part, rows.stride) {}
   };
 
   // One part of a tile for R rows.
