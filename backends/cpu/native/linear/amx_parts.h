@@ -10,6 +10,57 @@
 
 namespace trivium::linear {
 
+// Memory for the weights of some parts of a pair of tiles, as dots take them.
+template <class S>
+struct PartPanel {
+  using Kernel = PartKernel<S>;
+
+  static constexpr int64_t kPair = 2;   // tiles side by side
+  static constexpr int64_t kParts = 3;  // at a time: 24 KiB
+  static constexpr int64_t kPartQuads = kPart / 4;
+
+  alignas(64) uint8_t weights[kParts][kPartQuads][kPair][kLine];
+  alignas(64) float scales[kParts][kPair][kTile];
+
+  // Fills in `groups` groups of a chunk of tile t.
+  TRIVIUM_INLINE void unpack(const uint8_t* chunk, int64_t groups, int64_t part, int64_t t) {
+    const uint8_t* codes = chunk + Kernel::kShape.header;
+    for (int64_t group = 0; group < groups; ++group) {
+      const uint8_t* steps = chunk + Kernel::kSteps + group * Kernel::kStepPair;
+      const Grid<S> grid(steps);
+#pragma GCC unroll 4
+      for (int64_t pair = 0; pair < kQuads / 2; ++pair, codes += kLine) {
+        typename S::Codes low, high;
+        grid.make(codes, low, high);
+        uint8_t* to = weights[part][group * kQuads + 2 * pair][t];
+        S::store_codes(low, to);
+        S::store_codes(high, to + kPair * kLine);
+      }
+    }
+    S::store(S::load(reinterpret_cast<const float*>(chunk)), scales[part][t]);
+  }
+};
+
+// Steps through the parts of some outputs: body(base, count, last) for `count` parts from `base` on, once they lie in the panel.
+template <int kWidth, class S, class Body>
+TRIVIUM_INLINE void for_panels(const MatrixView& matrix, int64_t out, PartPanel<S>& panel, const Body& body) {
+  using Kernel = PartKernel<S>;
+  constexpr int64_t kParts = PartPanel<S>::kParts;
+  const uint8_t* tile = matrix.data + out / kTile * matrix.tile_bytes;
+  const int64_t groups = Kernel::kShape.row_groups(matrix.in), parts = Kernel::kShape.chunks(matrix.in);
+  const int64_t steps = (parts + kParts - 1) / kParts;
+  for (int64_t step = 0; step < steps; ++step) {
+    const int64_t base = parts * step / steps, count = parts * (step + 1) / steps - base;
+    for (int64_t p = 0; p < count; ++p) {
+      for (int t = 0; t < kWidth; ++t) {
+        const uint8_t* chunk = tile + t * matrix.tile_bytes + (base + p) * Kernel::kShape.chunk_bytes();
+        panel.unpack(chunk, std::min(Kernel::kPartGroups, groups - (base + p) * Kernel::kPartGroups), p, t);
+      }
+    }
+    body(base, count, step == steps - 1);
+  }
+}
+
 template <class Tiles, class S>
 struct AmxPartKernel {
   using Plain = LinearKernel<S>;
