@@ -15,8 +15,7 @@ template <class S>
 struct PartPanel {
   using Kernel = PartKernel<S>;
 
-  static constexpr int64_t kPair = 2;   // tiles side by side
-  static constexpr int64_t kParts = 3;  // at a time: 24 KiB
+  static constexpr int64_t kPair = PartPanelKernel<S>::kPair, kParts = PartPanelKernel<S>::kParts;
   static constexpr int64_t kPartQuads = kPart / 4;
 
   alignas(64) uint8_t weights[kParts][kPartQuads][kPair][kLine];
