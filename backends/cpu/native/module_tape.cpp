@@ -299,6 +299,7 @@ void bind_tape(nb::module_& m) {
   tape.def("set_arenas", [](BoundTape& self, int64_t tokens, int64_t rows, int64_t pooled, int64_t fixed, int64_t max_tokens, int64_t max_rows) {
     self.tape.set_arenas({tokens, rows, pooled, fixed}, max_tokens, max_rows);
   }, "tokens"_a, "rows"_a, "pooled"_a, "fixed"_a, "max_tokens"_a, "max_rows"_a);
+  tape.def("makes_rows", [](BoundTape& self, const Ref& y) { self.tape.makes_rows(y.space); }, "y"_a, "The operation added last makes rows of y's arena.");
   tape.def("__len__", [](const BoundTape& self) { return self.tape.size(); });
   tape.def("begin", &begin, "batch"_a);
   tape.def("run_range", &run_range, "first"_a, "last"_a);

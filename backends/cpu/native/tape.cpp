@@ -1,6 +1,7 @@
 #include "tape.h"
 
 #include <algorithm>
+#include <utility>
 
 namespace trivium {
 
@@ -49,21 +50,31 @@ void Tape::begin(const Step& step) {
   step_.kv = old.kv;
 }
 
-void Tape::run_range(int64_t first, int64_t last) {
+void Tape::activate(int64_t first, int64_t last) {
+  active_.clear();
+  bool meet = false;
   for (int64_t i = first; i < last; ++i) {
-    for (Shares& shares : ops_[static_cast<size_t>(i)]->shares) shares.reset();
+    Op& op = *ops_[static_cast<size_t>(i)];
+    meet = (meet || op.barrier) && !active_.empty();
+    if (step_.unit(op.rows) == 0) continue;
+    for (Shares& shares : op.shares) shares.reset();
+    active_.push_back({&op, i, std::exchange(meet, false)});
   }
+}
+
+void Tape::run_range(int64_t first, int64_t last) {
+  activate(first, last);
   using Clock = std::chrono::steady_clock;
   pool_->run([&](Worker& worker) {
-    for (int64_t i = first; i < last; ++i) {
-      Op& op = *ops_[static_cast<size_t>(i)];
-      if ((op.barrier && i > first) || profile_) worker.barrier();
+    for (size_t i = 0; i < active_.size(); ++i) {
+      const Active& at = active_[i];
+      if (at.meet || profile_) worker.barrier();
       const auto start = profile_ ? Clock::now() : Clock::time_point{};
-      op.run(step_, worker);
-      if (i + 1 < last) ops_[static_cast<size_t>(i + 1)]->ask_ahead(step_, worker.index(), worker.threads());
+      at.op->run(step_, worker);
+      if (i + 1 < active_.size()) active_[i + 1].op->ask_ahead(step_, worker.index(), worker.threads());
       if (!profile_) continue;
       worker.barrier();
-      if (worker.index() == 0) seconds_[static_cast<size_t>(i)] += std::chrono::duration<double>(Clock::now() - start).count();
+      if (worker.index() == 0) seconds_[static_cast<size_t>(at.index)] += std::chrono::duration<double>(Clock::now() - start).count();
     }
   });
 }

@@ -80,6 +80,7 @@ public:
 
   const char* name = "";
   bool barrier = true;  // all threads meet before it, because it depends on what came before
+  Space rows = Space::fixed;  // it has nothing to do in a step without such rows
   std::vector<Shares> shares;
 };
 
@@ -98,6 +99,8 @@ public:
   // grows them.
   void set_arenas(std::array<int64_t, kArenas> numbers, int64_t max_tokens, int64_t max_rows);
   void add(std::unique_ptr<Op> op, const char* name, bool barrier);
+  // The operation that was added last only makes rows of `space`.
+  void makes_rows(Space space) { ops_.back()->rows = space; }
   int64_t size() const { return static_cast<int64_t>(ops_.size()); }
   // Keeps something alive as long as the tape.
   void keep(std::shared_ptr<const void> thing) { kept_.push_back(std::move(thing)); }
@@ -117,11 +120,20 @@ public:
   const char* name(int64_t index) const { return ops_[static_cast<size_t>(index)]->name; }
 
 private:
+  // An operation of the current stretch that has something to do. meet: all threads meet before it.
+  struct Active {
+    Op* op;
+    int64_t index;
+    bool meet;
+  };
+
   void grow(std::array<int64_t, kArenas> units);
+  void activate(int64_t first, int64_t last);
 
   std::shared_ptr<ThreadPool> pool_;
   std::shared_ptr<KvPool> kv_;
   std::vector<std::unique_ptr<Op>> ops_;
+  std::vector<Active> active_;
   std::vector<std::shared_ptr<const void>> kept_;
   std::array<int64_t, kArenas> numbers_{}, units_{};
   std::array<std::unique_ptr<LazyMemory>, kArenas> memory_;

@@ -22,6 +22,8 @@ _INPUTS = ("token_ids", "positions", "query_starts", "context_lens", "sample_row
 ABSENT = Place("constant", 0, 0, _native.Ref())
 NO_NORM = _native.NormSpec("none", ABSENT.ref, ABSENT.ref, 0.0, 0.0)
 _SYMBOLS = ("tokens", "rows", "pooled")
+_OPTIONAL = ("rows", "pooled")
+"""Of which a step may have none."""
 
 
 @dataclass
@@ -198,6 +200,9 @@ class Lowering:
         self.barriers += barrier
         self.costs.append(cost or Cost(reads, writes))
         getattr(self.tape, name)(*args, **named, barrier=barrier)
+        made = [place for place in writes if place.space != "constant"]
+        if len({place.space for place in made}) == 1 and made[0].space in _OPTIONAL:
+            self.tape.makes_rows(made[0].ref)
 
     def elementwise(self, kind: str, a: Place, b: Place, y: Place, count: Extent, *, factor: float = 1.0, gate: Any = None) -> None:
         gate = gate or _native.Gate("silu")

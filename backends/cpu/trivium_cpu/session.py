@@ -15,6 +15,7 @@ from trivium.ops import Group, KVSpec, LatentKV, PagedKV, Program, Recurrent, St
 from trivium.plugin import Executable, Kernel, Memory, Pages, Session, Tensor, announce_fallbacks, select_kernels
 from trivium.plugin.hostinfo import available_memory, total_memory
 from trivium_cpu import _native, numbers
+from trivium_cpu.early_rows import gather_early
 from trivium_cpu.executable import TapeExecutable
 from trivium_cpu.formats import STORAGES
 from trivium_cpu.lowering import Lowering, Resident
@@ -151,6 +152,7 @@ class CpuSession(Session):
         return Memory(total_memory(), available_memory(), self._weight_bytes, kv)
 
     def compile(self, program: Program, weights: Mapping[str, Tensor]) -> Executable:
+        program = gather_early(program)
         choices = select_kernels(program, self._kernels)
         missing = [(c.call.name, "; ".join(r for _, r in c.refused) or "no kernel") for c in choices if c.kernel is None]
         announce_fallbacks("cpu", missing, strict=bool(self._options.get("strict")))
