@@ -174,9 +174,11 @@ KeySpan Attention::keys_of(const Step& step, const Tile& tile, int64_t span) con
 AttentionSpan Attention::span_of(const Step& step, const Tile& tile, const Scratch& memory) const {
   const KvLayout& layout = layer_.layout;
   const float factor = softcap > 0 ? scale : scale * 1.44269504f;
+  const int64_t width = group() * layout.head_dim, stride = heads_ * layout.head_dim;
+  const float* q = step.floats(q_) + tile.first_token * stride + tile.head * width;
+  for (int64_t t = 0; t < tile.tokens; ++t) ask_for(q + t * stride, width);
   for (int64_t t = 0; t < tile.tokens; ++t) {
-    const float* from = step.floats(q_) + ((tile.first_token + t) * heads_ + tile.head * group()) * layout.head_dim;
-    step.kernels->queries(layout, from, group(), factor, memory.q + t * group() * layout.query_bytes());
+    step.kernels->queries(layout, q + t * stride, group(), factor, memory.q + t * group() * layout.query_bytes());
   }
   AttentionSpan s;
   s.q = memory.q;

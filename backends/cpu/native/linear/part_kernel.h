@@ -97,19 +97,20 @@ struct PartKernel {
   // Quantises x[0, in). A part whose largest magnitude is below 1e-30 counts as zero (its inverse scale would overflow).
   static void quantise(const float* x, int64_t in, QuantisedPart* part) {
     for (; in > 0; in -= kPart, x += kPart, ++part) {
+      const int64_t groups = std::min(kPartGroups, QuantisedRows::groups_of(in));
       alignas(64) float padded[kPart];
       const float* from = x;
-      if (in < kPart) {
-        std::fill(std::copy_n(x, in, padded), padded + kPart, 0.0f);
+      if (in < groups * kGroup) {
+        std::fill(std::copy_n(x, in, padded), padded + groups * kGroup, 0.0f);
         from = padded;
       }
-      quantise_part(from, *part);
+      quantise_part(from, groups, *part);
     }
   }
 
-  static void quantise_part(const float* x, QuantisedPart& part) {
+  static void quantise_part(const float* x, int64_t groups, QuantisedPart& part) {
     constexpr uint32_t kInfinity = 0x7f800000u;
-    const uint32_t bits = S::largest_bits(x, kPart);
+    const uint32_t bits = S::largest_bits(x, groups * kGroup);
     const float largest = std::bit_cast<float>(bits);
     if (bits >= kInfinity || largest < 1e-30f) {
       part = QuantisedPart{};
@@ -117,15 +118,26 @@ struct PartKernel {
       return;
     }
     part.scale = largest * (1.0f / 127.0f);
-    int32_t total = 0;
-    for (int64_t g = 0; g < kPartGroups; ++g) {
-      int32_t sums[2];
-      S::round_group(x + g * kGroup, 127.0f / largest, part.q + g * kGroup, sums);
-      part.sums[g] = static_cast<float>(sums[0] + sums[1]);
-      total += sums[0] + sums[1];
-    }
+    const int32_t total = round_part(x, groups, 127.0f / largest, part.q, part.sums);
     part.start = -kZero8 * total;
     part.start_float = static_cast<float>(part.start);
+  }
+
+  // The first `groups` groups of a part, an even number, and zeros behind them. Returns the sum of all.
+  static int32_t round_part(const float* x, int64_t groups, float inverse, int8_t* q, float* sums) {
+    if constexpr (requires { S::round_part(x, groups / 2, inverse, q, sums); }) {
+      return S::round_part(x, groups / 2, inverse, q, sums);
+    } else {
+      int32_t total = 0;
+      for (int64_t g = 0; g < kPartGroups; ++g, q += kGroup) {
+        int32_t halves[2] = {};
+        if (g < groups) S::round_group(x + g * kGroup, inverse, q, halves);
+        else std::fill_n(q, kGroup, int8_t{0});
+        sums[g] = static_cast<float>(halves[0] + halves[1]);
+        total += halves[0] + halves[1];
+      }
+      return total;
+    }
   }
 };
 

@@ -130,6 +130,31 @@ struct Avx512Simd {
     sums[0] = _mm_cvtsi128_si32(_mm256_castsi256_si128(sum16)) - 16 * 128;
     sums[1] = _mm_cvtsi128_si32(_mm256_extracti128_si256(sum16, 1)) - 16 * 128;
   }
+  // `pairs` pairs of groups of a part at once, and zeros behind them; the sum of each group, and that of all.
+  static int32_t round_part(const float* x, int64_t pairs, float inverse, int8_t* q, float* sums) {
+    const __m512 factor = _mm512_set1_ps(inverse);
+    // Packing leaves quads of four vectors side by side in a lane: a lane's first half belongs to the first group.
+    const __m512i in_order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15), bias = _mm512_set1_epi8(-128);
+    __m512i halves[kPart / (2 * kGroup)];  // of lanes: sums of 8 codes + 128
+    for (int p = 0; p < kPart / (2 * kGroup); ++p, x += 2 * kGroup, q += 2 * kGroup) {
+      __m512i codes = zero();
+      if (p < pairs) {
+        const auto whole = [&](int i) { return _mm512_cvtps_epi32(_mm512_mul_ps(load(x + 16 * i), factor)); };
+        codes = _mm512_packs_epi16(_mm512_packs_epi32(whole(0), whole(1)), _mm512_packs_epi32(whole(2), whole(3)));
+      }
+      _mm512_store_si512(q, _mm512_permutexvar_epi32(in_order, codes));
+      halves[p] = _mm512_sad_epu8(_mm512_xor_si512(codes, bias), zero());
+    }
+    const __m512i first = _mm512_or_si512(halves[0], _mm512_slli_epi64(halves[1], 32)), last = _mm512_or_si512(halves[2], _mm512_slli_epi64(halves[3], 32));
+    const __m512i pairs_of_lanes = _mm512_add_epi32(_mm512_shuffle_i64x2(first, last, 0x44), _mm512_shuffle_i64x2(first, last, 0xee));
+    const __m512i lanes = _mm512_add_epi32(pairs_of_lanes, _mm512_shuffle_i64x2(pairs_of_lanes, pairs_of_lanes, 0xb1));
+    const __m512i by_group = _mm512_permutexvar_epi32(_mm512_setr_epi32(0, 2, 1, 3, 8, 10, 9, 11, 0, 0, 0, 0, 0, 0, 0, 0), lanes);
+    const __m256i whole = _mm256_sub_epi32(_mm512_castsi512_si256(by_group), _mm256_set1_epi32(kGroup * 128));
+    _mm256_storeu_ps(sums, _mm256_cvtepi32_ps(whole));
+    const __m128i four = _mm_add_epi32(_mm256_castsi256_si128(whole), _mm256_extracti128_si256(whole, 1));
+    const __m128i two = _mm_add_epi32(four, _mm_shuffle_epi32(four, 0x4e));
+    return _mm_cvtsi128_si32(_mm_add_epi32(two, _mm_shuffle_epi32(two, 0xb1)));
+  }
 
 private:
   static __m128i load16(const uint8_t* p) { return _mm_load_si128(reinterpret_cast<const __m128i*>(p)); }
