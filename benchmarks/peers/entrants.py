@@ -45,7 +45,7 @@ class Subject:
     kv_dtype: str = "auto"
 
 
-WHOLE = "int4_i8,lm_head=int4"
+WHOLE = "int4_i8,lm_head=int4_i8"
 """What is 4 bits already goes on the grid of whole numbers, which is fastest."""
 SUBJECTS: Mapping[str, Subject] = {
     "smollm2-135m": Subject("smollm2-135m-instruct-q4_1.gguf", "smollm2", tuple(AXES), 3, quantize=WHOLE, kv_dtype="int8"),

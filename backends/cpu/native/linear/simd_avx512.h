@@ -59,14 +59,8 @@ struct Avx512Simd {
   static void store_codes(Codes w, uint8_t* p) { _mm512_store_si512(p, w); }
 
   // A byte an output, in both words of its lane; in all four bytes; and 64 bytes step * code + offset, which must fit their bytes.
-  static I32 splat_words(const uint8_t* p) {
-    const __m512i whole = _mm512_cvtepu8_epi32(load16(p));
-    return _mm512_or_si512(whole, _mm512_slli_epi32(whole, 16));
-  }
-  static I32 splat_bytes(const uint8_t* p) {
-    const __m512i words = splat_words(p);
-    return _mm512_or_si512(words, _mm512_slli_epi32(words, 8));
-  }
+  static I32 splat_words(const uint8_t* p) { return spread(p, _mm512_set1_epi32(static_cast<int>(0x80008000u))); }
+  static I32 splat_bytes(const uint8_t* p) { return spread(p, zero()); }
   static Codes scale_bytes(Codes w, I32 step, I32 offset) { return _mm512_add_epi8(_mm512_mullo_epi16(w, step), offset); }
 
   static I32 start_signed(const int32_t* p) {
@@ -157,6 +151,12 @@ struct Avx512Simd {
   }
 
 private:
+  // Byte i of 16 in the four bytes of lane i, but for those that `none` marks by their highest bit: they become 0.
+  static I32 spread(const uint8_t* p, I32 none) {
+    const __m512i four = _mm512_set1_epi32(0x01010101);
+    const __m512i lanes = _mm512_mullo_epi32(_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15), four);
+    return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(load16(p)), _mm512_or_si512(lanes, none));
+  }
   static __m128i load16(const uint8_t* p) { return _mm_load_si128(reinterpret_cast<const __m128i*>(p)); }
   static __m512i splat_quad(const int8_t* x) {
     int32_t quad;
