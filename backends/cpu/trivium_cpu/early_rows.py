@@ -54,11 +54,11 @@ class _Moving:
         for call in self._program.calls:
             if call in self._moved:
                 continue
-            x, *rest = call.args
-            if call.name == "gather_rows" and x in self._makers:
+            if call.name == "gather_rows" and (x := call.args[0]) in self._makers:
                 self._replaced[call.results[0]] = self._gather(x, call)
             else:
-                self._calls.append(replace(call, args=tuple(v and self._replaced.get(v, v) for v in call.args)))
+                args = tuple(v and self._replaced.get(v, v) for v in call.args)
+                self._calls.append(call if args == call.args else replace(call, args=args))
         outputs = {name: self._replaced.get(v, v) for name, v in self._program.outputs.items()}
         return replace(self._program, calls=tuple(self._calls), outputs=outputs)
 
