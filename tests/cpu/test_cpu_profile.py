@@ -23,7 +23,7 @@ def executable():
     x = b.embedding(b.input("token_ids"), b.weight("table", (VOCAB, WIDTH)))
     wide = b.linear(x, b.weight("up", (2 * WIDTH, WIDTH)))
     y = b.linear(wide, b.weight("down", (WIDTH, 2 * WIDTH)))
-    program = b.finish({"logits": b.gather_rows(y, b.input("sample_rows"))}, vocab_size=WIDTH)
+    program = b.finish({"logits": b.gather_rows(y, b.input("sample_rows")), "all": y}, vocab_size=WIDTH)
     rng = np.random.default_rng(0)
     sizes = {"table": (VOCAB, WIDTH), "up": (2 * WIDTH, WIDTH), "down": (WIDTH, 2 * WIDTH)}
     arrays = {name: rng.standard_normal(shape, dtype=np.float32) for name, shape in sizes.items()}
@@ -115,7 +115,7 @@ def test_experts_are_read_as_often_as_tokens_are_likely_to_choose_them():
     shares, ids = b.moe_route(b.linear(x, b.weight("router", (4, WIDTH)), None), None, top_k=2)
     matrices = [b.weight(name, (4, WIDTH, WIDTH)) for name in ("gate", "up", "down")]
     y = b.moe_experts(x, shares, ids, *matrices, None, None, None)
-    program = b.finish({"logits": b.gather_rows(y, b.input("sample_rows"))}, vocab_size=WIDTH)
+    program = b.finish({"logits": b.gather_rows(y, b.input("sample_rows")), "all": y}, vocab_size=WIDTH)
     weights = {
         c.value.name: session.load(as_weight(c.value.name, np.ones(c.value.shape, np.float32)), "float32")
         for c in program.constants

@@ -26,43 +26,26 @@ inline constexpr int kRows = 2, kVectors = 4, kSums = 8;
 inline constexpr int kRunVectors = static_cast<int>(kKeyRun) / W;
 inline constexpr int kRuns = static_cast<int>(kSpan / kKeyRun);
 
-// A query for int8 pages: bytes, as its keys' are (see scale_of), up to a whole unit.
-inline void round_query(const KvLayout& layout, const float* x, float factor, uint8_t* out) {
-  constexpr int64_t kSome = 256;
-  const int64_t n = layout.head_dim;
-  const float top = largest(x, n);
-  const Vec f = set1(top == 0 ? 0 : 127.0f / top);
-  int32_t sum = 0;
-  for (int64_t at = 0; at < n; at += kSome) {
-    alignas(64) int8_t codes[kSome];
-    const int64_t some = std::min(kSome, n - at);
-    each_vec(x + at, some, [&](int64_t i, Vec v) { store_i8(codes + i, v * f); });
-    int64_t whole = some;
-    for (; whole % Int8Keys::kUnit != 0; ++whole) codes[whole] = 0;
-    for (int64_t i = 0; i < whole; ++i) sum += codes[i];
-    Int8Keys::put(codes, whole, reinterpret_cast<Int8Keys::Number*>(out) + at);
-  }
-  *Int8Keys::query_sum(out, layout) = sum;
-  *Int8Keys::query_scale(out, layout) = top / 127.0f * factor;
-}
-
 // Rounds rows of queries, times `factor`, to what the format's products take: query_bytes() apart.
 inline void queries(const KvLayout& layout, const float* q, int64_t rows, float factor, uint8_t* out) {
   const int64_t n = layout.head_dim;
   with_pages(layout.latent > 0 ? KvType::float32 : layout.type, [&](auto pages) {
-    using Pages = decltype(pages);
+    using Number = typename decltype(pages)::Number;
     for (int64_t r = 0; r < rows; ++r, out += layout.query_bytes()) {
+      auto* to = reinterpret_cast<Number*>(out);
       const float* x = q + r * n;
-      if constexpr (kScaled<Pages>) {
-        round_query(layout, x, factor, out);
+      if constexpr (std::is_same_v<Number, float>) {
+        each_vec(x, n, [&, f = set1(factor)](int64_t i, Vec v) { store(to + i, v * f); });
+      } else if constexpr (std::is_same_v<Number, uint16_t>) {
+        each_vec(x, n, [&, f = set1(factor)](int64_t i, Vec v) { round_bf16(to + i, v * f); });
       } else {
-        auto* to = reinterpret_cast<typename Pages::Scoring::Number*>(out);
-        each_vec(x, n, [&, f = set1(factor)](int64_t i, Vec v) {
-          if constexpr (std::is_same_v<typename Pages::Scoring::Number, float>) store(to + i, v * f);
-          else round_bf16(to + i, v * f);
-        });
-        if (n % 2 != 0) to[n] = 0;
+        // The sum over all dimensions must fit into 32 bits.
+        const float limit = n <= 512 ? 32767.0f : static_cast<float>((int64_t{1} << 24) / n - 1);
+        const float top = largest(x, n);
+        each_vec(x, n, [&, f = set1(top == 0 ? 0 : limit / top)](int64_t i, Vec v) { store_i16(to + i, v * f); });
+        *reinterpret_cast<float*>(out + layout.query_bytes() - sizeof(float)) = top / limit * factor;
       }
+      if (n % 2 != 0) to[n] = 0;
     }
   });
 }
@@ -73,30 +56,29 @@ inline void fetch(const uint8_t* at) { __builtin_prefetch(at); }
 template <typename Pages, int R, int N>
 inline void score_runs(const AttentionSpan& s, int64_t row, const Run* runs, float* scores) {
   using Item = typename Pages::Item;
-  using Scoring = typename Pages::Scoring;
   constexpr int kAll = N * kRunVectors;
-  const int64_t units = s.layout.key_dim() / Scoring::kUnit, page_size = s.layout.page_size, stride = s.layout.query_bytes();
+  const int64_t pairs = s.layout.key_dim() / 2, page_size = s.layout.page_size, stride = s.layout.query_bytes();
   const Item* blocks[N];
   for (int n = 0; n < N; ++n) blocks[n] = reinterpret_cast<const Item*>(runs[n].page + s.key_offset);
-  const uint8_t* q = s.q + row * stride;
-  typename Scoring::Sum sums[R][kAll];
-  for (int r = 0; r < R; ++r) {
-    for (auto& x : sums[r]) x = Scoring::start(q + r * stride, s.layout);
+  typename Pages::Sum sums[R][kAll];
+  for (auto& of_row : sums) {
+    for (auto& x : of_row) x = Pages::zero();
   }
+  const uint8_t* q = s.q + row * stride;
   // Few rows wait for memory: the values of the same tokens come meanwhile, in as many steps as their keys take.
-  constexpr int64_t kStep = Scoring::kUnit * kKeyRun * static_cast<int64_t>(sizeof(Item)) / Scoring::kHalves;
+  constexpr int64_t kStep = 2 * kKeyRun * static_cast<int64_t>(sizeof(Item)) / Pages::kHalves;
   const bool ahead = s.rows <= kFewRows;
   const int64_t row_bytes = s.layout.value_dim() * static_cast<int64_t>(sizeof(Item));
-  for (int64_t unit = 0; unit < units; ++unit) {
-    for (int half = 0; half < Scoring::kHalves; ++half) {
+  for (int64_t pair = 0; pair < pairs; ++pair) {
+    for (int half = 0; half < Pages::kHalves; ++half) {
       for (int n = 0; ahead && n < N; ++n) {
-        fetch(runs[n].page + s.value_offset + runs[n].token * row_bytes + (unit * Scoring::kHalves + half) * kStep);
+        fetch(runs[n].page + s.value_offset + runs[n].token * row_bytes + (pair * Pages::kHalves + half) * kStep);
       }
-      decltype(Scoring::key(blocks[0], 0, 0, 0, 0)) k[kAll];
-      for (int v = 0; v < kAll; ++v) k[v] = Scoring::key(blocks[v / kRunVectors], runs[v / kRunVectors].token + v % kRunVectors * W, page_size, unit, half);
+      decltype(Pages::key(blocks[0], 0, 0, 0, 0)) k[kAll];
+      for (int v = 0; v < kAll; ++v) k[v] = Pages::key(blocks[v / kRunVectors], runs[v / kRunVectors].token + v % kRunVectors * W, page_size, pair, half);
       for (int r = 0; r < R; ++r) {
-        const auto* numbers = reinterpret_cast<const typename Scoring::Number*>(q + r * stride) + Scoring::kUnit * unit;
-        for (int v = 0; v < kAll; ++v) sums[r][v] = Scoring::step(sums[r][v], k[v], numbers, half);
+        const auto* two = reinterpret_cast<const typename Pages::Number*>(q + r * stride) + 2 * pair;
+        for (int v = 0; v < kAll; ++v) sums[r][v] = Pages::step(sums[r][v], k[v], two, half);
       }
     }
   }
@@ -232,7 +214,7 @@ inline float products(KvType type, int64_t rounds) {
     std::memcpy(two, zeros, sizeof(two));
     typename Pages::Sum sums[kProductSums];
     for (auto& sum : sums) sum = Pages::zero();
-    const auto x = Pages::value(reinterpret_cast<const typename Pages::Item*>(zeros), 0, 0, 0, 0);
+    const auto x = Pages::key(reinterpret_cast<const typename Pages::Item*>(zeros), 0, 0, 0, 0);
     for (int64_t i = 0; i < rounds; ++i) {
       for (int half = 0; half < Pages::kHalves; ++half) {
         for (auto& sum : sums) sum = Pages::step(sum, x, two, half);

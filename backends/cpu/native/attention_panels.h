@@ -25,23 +25,21 @@ inline constexpr int kPanelRuns = static_cast<int>(kPanelKeys / kKeyRun);
 inline constexpr int kScoreRuns = kSums / (kRows * kRunVectors);  // of keys that a block of rows meets at a time
 static_assert(kScoreRuns >= 1 && kPanelDims % W == 0 && kVectors * W <= kPanelDims);
 
-// Products are Pages, of values, or their Scoring. A step of a sum takes so many numbers of weights or of a query.
-template <typename Products>
-inline constexpr int64_t kPerStep = Products::kUnit / Products::kHalves;
+// A step of a sum takes one number, or one pair, of a query or of weights.
+template <typename Pages>
+inline constexpr int64_t kPerStep = 2 / Pages::kHalves;
+
+template <typename Pages>
+using Factor = decltype(Pages::key(nullptr, 0, 0, 0, 0));
 
 // Keys: a row for each step along the dimensions. Values: a row for each step along the tokens.
-template <typename Products, typename Factor>
-struct Panel {
-  static constexpr int64_t kSteps = kPanelKeys / kPerStep<Products>, kWidth = kPanelKeys / W;
-  static_assert(kPanelKeys == kPanelDims);
-  alignas(64) Factor rows[kSteps][kWidth];
-};
-template <typename Scoring>
-struct KeyPanel : Panel<Scoring, decltype(Scoring::key(nullptr, 0, 0, 0, 0))> {
-  Vec scales[kPanelKeys / W];  // of int8 keys
-};
 template <typename Pages>
-using ValuePanel = Panel<Pages, decltype(Pages::value(nullptr, 0, 0, 0, 0))>;
+struct Panel {
+  static constexpr int64_t kSteps = kPanelKeys / kPerStep<Pages>, kWidth = kPanelKeys / W;
+  static_assert(kPanelKeys == kPanelDims);
+  alignas(64) Factor<Pages> rows[kSteps][kWidth];
+  Vec scales[kWidth];  // of int8 keys
+};
 
 // Up to kTileRows rows of a span in blocks of kRows, and the keys that any of them sees.
 struct RowBlocks {
@@ -64,22 +62,22 @@ inline Keys within(Keys keys, int64_t at, int64_t unit) {
   return {low, std::max(low, high)};
 }
 
-// Keys `at` .. and units unit .. unit + units of their dimensions.
-template <typename Scoring>
-inline void pack_keys(const RowBlocks& b, int64_t at, int64_t unit, int64_t units, KeyPanel<Scoring>& panel) {
+// Keys `at` .. and pairs pair .. pair + pairs of their dimensions.
+template <typename Pages>
+inline void pack_keys(const RowBlocks& b, int64_t at, int64_t pair, int64_t pairs, Panel<Pages>& panel) {
   const AttentionSpan& s = b.s;
   const Keys keys = within(b.keys, at, kKeyRun);
   for (int64_t key = keys.low; key < keys.high; key += kKeyRun) {
     const Run& run = b.runs[key / kKeyRun];
-    const auto* block = reinterpret_cast<const typename Scoring::Item*>(run.page + s.key_offset);
+    const auto* block = reinterpret_cast<const typename Pages::Item*>(run.page + s.key_offset);
     const int64_t first = (key - at) / W, page_size = s.layout.page_size;
-    if constexpr (std::is_same_v<Scoring, Int8Keys>) {
+    if constexpr (kScaled<Pages>) {
       for (int v = 0; v < kRunVectors; ++v) panel.scales[first + v] = key_scale(s, run, v * W);
     }
-    for (int64_t i = 0; i < units; ++i) {
+    for (int64_t i = 0; i < pairs; ++i) {
       for (int v = 0; v < kRunVectors; ++v) {
-        for (int half = 0; half < Scoring::kHalves; ++half) {
-          panel.rows[i * Scoring::kHalves + half][first + v] = Scoring::key(block, run.token + v * W, page_size, unit + i, half);
+        for (int half = 0; half < Pages::kHalves; ++half) {
+          panel.rows[i * Pages::kHalves + half][first + v] = Pages::key(block, run.token + v * W, page_size, pair + i, half);
         }
       }
     }
@@ -88,7 +86,7 @@ inline void pack_keys(const RowBlocks& b, int64_t at, int64_t unit, int64_t unit
 
 // Tokens `at` .. and `vectors` vectors of their values from dimension `dim` on.
 template <typename Pages>
-inline void pack_values(const RowBlocks& b, int64_t at, int64_t dim, int64_t vectors, ValuePanel<Pages>& panel) {
+inline void pack_values(const RowBlocks& b, int64_t at, int64_t dim, int64_t vectors, Panel<Pages>& panel) {
   const AttentionSpan& s = b.s;
   const int64_t dims = s.layout.value_dim();
   const Keys keys = within(b.keys, at, 2);
@@ -106,25 +104,28 @@ inline void pack_values(const RowBlocks& b, int64_t at, int64_t dim, int64_t vec
   }
 }
 
-// sums[r][v] += the products of rows begin .. end of a panel, from vector `first` on, with rows of numbers `stride` bytes apart.
-template <typename Products, typename Factor, int V>
-inline void add_products(const Panel<Products, Factor>& panel, int64_t begin, int64_t end, int64_t first, const uint8_t* numbers, int64_t stride,
-                         typename Products::Sum (&sums)[kRows][V]) {
-  using Number = typename Products::Number;
+// sums[r][v] += the products of `steps` rows of a panel, from vector `first` on, with rows of numbers `stride` bytes apart.
+template <typename Pages, int V>
+inline void add_products(const Panel<Pages>& panel, int64_t begin, int64_t end, int64_t first, const uint8_t* numbers, int64_t stride,
+                         typename Pages::Sum (&sums)[kRows][V]) {
+  using Number = typename Pages::Number;
   for (int64_t step = begin; step < end; ++step) {
-    const Factor* x = panel.rows[step] + first;
-    const uint8_t* at = numbers + (step - begin) * kPerStep<Products> * static_cast<int64_t>(sizeof(Number));
+    const Factor<Pages>* x = panel.rows[step] + first;
+    const uint8_t* at = numbers + (step - begin) * kPerStep<Pages> * static_cast<int64_t>(sizeof(Number));
     TRIVIUM_UNROLL for (int r = 0; r < kRows; ++r) {
-      TRIVIUM_UNROLL for (int v = 0; v < V; ++v) sums[r][v] = Products::step(sums[r][v], x[v], reinterpret_cast<const Number*>(at + r * stride), 0);
+      TRIVIUM_UNROLL for (int v = 0; v < V; ++v) sums[r][v] = Pages::step(sums[r][v], x[v], reinterpret_cast<const Number*>(at + r * stride), 0);
     }
   }
 }
 
-// As store_sums left them.
-template <typename Sum, int V>
-inline void load_sums(const float* from, int64_t stride, Sum (&sums)[kRows][V]) {
+// From zero, or as store_sums left them.
+template <typename Pages, int V>
+inline void begin_sums(bool fresh, const float* from, int64_t stride, typename Pages::Sum (&sums)[kRows][V]) {
   TRIVIUM_UNROLL for (int r = 0; r < kRows; ++r) {
-    TRIVIUM_UNROLL for (int v = 0; v < V; ++v) load_sum(sums[r][v], from + r * stride + v * W);
+    TRIVIUM_UNROLL for (int v = 0; v < V; ++v) {
+      sums[r][v] = Pages::zero();
+      if (!fresh) load_sum(sums[r][v], from + r * stride + v * W);
+    }
   }
 }
 
@@ -137,24 +138,16 @@ inline void store_sums(float* to, int64_t stride, const Sum (&sums)[kRows][V]) {
 
 // Scores of one block of rows and N runs from run n on (of the span), over the dimensions of the panel. last: there are no others.
 template <typename Pages, int N>
-inline void score_panel(const RowBlocks& b, int64_t row, int64_t n, const KeyPanel<typename Pages::Scoring>& panel, int64_t at, int64_t unit, int64_t units,
-                        bool last) {
-  using Scoring = typename Pages::Scoring;
+inline void score_panel(const RowBlocks& b, int64_t row, int64_t n, const Panel<Pages>& panel, int64_t at, int64_t pair, int64_t pairs, bool last) {
   constexpr int kAll = N * kRunVectors;
   const AttentionSpan& s = b.s;
   const int64_t stride = s.layout.query_bytes();
   const uint8_t* q = s.q + row * stride;
   float* scores = s.scores + (row - b.row) * kScoreStride + n * kKeyRun;
-  typename Scoring::Sum sums[kRows][kAll];
-  if (unit == 0) {
-    TRIVIUM_UNROLL for (int r = 0; r < kRows; ++r) {
-      TRIVIUM_UNROLL for (int v = 0; v < kAll; ++v) sums[r][v] = Scoring::start(q + r * stride, s.layout);
-    }
-  } else {
-    load_sums(scores, kScoreStride, sums);
-  }
-  add_products(panel, 0, units * Scoring::kHalves, (n * kKeyRun - at) / W, q + Scoring::kUnit * unit * static_cast<int64_t>(sizeof(typename Scoring::Number)), stride,
-               sums);
+  typename Pages::Sum sums[kRows][kAll];
+  begin_sums<Pages>(pair == 0, scores, kScoreStride, sums);
+  add_products<Pages>(panel, 0, pairs * Pages::kHalves, (n * kKeyRun - at) / W, q + 2 * pair * static_cast<int64_t>(sizeof(typename Pages::Number)), stride,
+                      sums);
   if constexpr (kScaled<Pages>) {
     if (last) {
       TRIVIUM_UNROLL for (int v = 0; v < kAll; ++v) {
@@ -177,19 +170,16 @@ inline void widths(int64_t first, int64_t last, F f) {
 }
 
 template <typename Pages>
-inline void score_all(const RowBlocks& b) {
-  using Scoring = typename Pages::Scoring;
-  constexpr int64_t kPanelUnits = kPanelDims / Scoring::kUnit;
-  KeyPanel<Scoring> panel;
-  const int64_t units = b.s.layout.key_dim() / Scoring::kUnit;
+inline void score_all(const RowBlocks& b, Panel<Pages>& panel) {
+  const int64_t pairs = b.s.layout.key_dim() / 2;
   for (int64_t at = b.keys.low / kPanelKeys * kPanelKeys; at < b.keys.high; at += kPanelKeys) {
-    for (int64_t unit = 0; unit < units; unit += kPanelUnits) {
-      const int64_t here = std::min(kPanelUnits, units - unit);
-      pack_keys<Scoring>(b, at, unit, here, panel);
+    for (int64_t pair = 0; pair < pairs; pair += kPanelDims / 2) {
+      const int64_t here = std::min(kPanelDims / 2, pairs - pair);
+      pack_keys(b, at, pair, here, panel);
       for (int64_t i = 0; i < b.count; ++i) {
         const Keys keys = within(b.of_block[i], at, kKeyRun);
         widths<kScoreRuns>(keys.low / kKeyRun, keys.high / kKeyRun, [&]<int N>(int64_t n) {
-          score_panel<Pages, N>(b, b.row + i * kRows, n, panel, at, unit, here, unit + here == units);
+          score_panel<Pages, N>(b, b.row + i * kRows, n, panel, at, pair, here, pair + here == pairs);
         });
       }
     }
@@ -198,20 +188,14 @@ inline void score_all(const RowBlocks& b) {
 
 // The weighted sums of one block of rows over its keys in the panel, V vectors of dimensions. Sums of whole numbers become floats with the last ones.
 template <typename Pages, int V>
-inline void weigh_panel(const RowBlocks& b, int64_t block, const ValuePanel<Pages>& panel, int64_t at, int64_t vector, const Softened* softened, float* values) {
+inline void weigh_panel(const RowBlocks& b, int64_t block, const Panel<Pages>& panel, int64_t at, int64_t vector, const Softened* softened, float* values) {
   const int64_t dims = b.s.layout.value_dim(), row = block * kRows;
   const Keys all = b.of_block[block], keys{std::max(all.low / 2 * 2, at), std::min(all.high, at + kPanelKeys)};
   const auto* weights = reinterpret_cast<const typename Pages::Number*>(b.s.scores + row * kScoreStride) + keys.low;
   typename Pages::Sum sums[kRows][V];
-  if (at <= all.low) {
-    TRIVIUM_UNROLL for (int r = 0; r < kRows; ++r) {
-      TRIVIUM_UNROLL for (int v = 0; v < V; ++v) sums[r][v] = Pages::zero();
-    }
-  } else {
-    load_sums(values, dims, sums);
-  }
-  add_products(panel, (keys.low - at) / kPerStep<Pages>, (keys.high - at + kPerStep<Pages> - 1) / kPerStep<Pages>, vector,
-               reinterpret_cast<const uint8_t*>(weights), kScoreStride * static_cast<int64_t>(sizeof(float)), sums);
+  begin_sums<Pages>(at <= all.low, values, dims, sums);
+  add_products<Pages>(panel, (keys.low - at) / kPerStep<Pages>, (keys.high - at + kPerStep<Pages> - 1) / kPerStep<Pages>, vector,
+                      reinterpret_cast<const uint8_t*>(weights), kScoreStride * static_cast<int64_t>(sizeof(float)), sums);
   if constexpr (kScaled<Pages>) {
     if (at + kPanelKeys >= all.high) {
       TRIVIUM_UNROLL for (int r = 0; r < kRows; ++r) {
@@ -224,8 +208,7 @@ inline void weigh_panel(const RowBlocks& b, int64_t block, const ValuePanel<Page
 }
 
 template <typename Pages>
-inline void weigh_all(const RowBlocks& b, const Softened* softened, float* values) {
-  ValuePanel<Pages> panel;
+inline void weigh_all(const RowBlocks& b, const Softened* softened, float* values, Panel<Pages>& panel) {
   const int64_t dims = b.s.layout.value_dim();
   for (int64_t dim = 0; dim < dims; dim += kPanelDims) {
     const int64_t vectors = std::min(kPanelDims, dims - dim) / W;
@@ -259,10 +242,11 @@ inline void soften_all(const RowBlocks& b, const Partial& out, Softened* softene
 template <typename Pages>
 inline void attend_panels(const AttentionSpan& s, int64_t row, int64_t blocks, const Partial& out) {
   const RowBlocks b(s, row, blocks);
+  Panel<Pages> panel;
   Softened softened[kTileRows];
-  score_all<Pages>(b);
+  score_all(b, panel);
   soften_all<Pages>(b, out, softened);
-  weigh_all<Pages>(b, softened, out.values + row * s.layout.value_dim());
+  weigh_all(b, softened, out.values + row * s.layout.value_dim(), panel);
 }
 
 // All rows: those beyond whole blocks go the way of few rows.

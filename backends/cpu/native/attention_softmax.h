@@ -37,7 +37,7 @@ inline Keys visible(const AttentionSpan& s, int64_t row) {
 
 // int8: what the sums of a row and of W keys of a run, from its key `at` on, are multiplied by.
 inline float query_scale(const AttentionSpan& s, int64_t row) {
-  return *Int8Keys::query_scale(const_cast<uint8_t*>(s.q) + row * s.layout.query_bytes(), s.layout);
+  return *reinterpret_cast<const float*>(s.q + (row + 1) * s.layout.query_bytes() - sizeof(float));
 }
 inline Vec key_scale(const AttentionSpan& s, const Run& run, int64_t at) {
   return load_bf16(key_scales(s.layout, const_cast<uint8_t*>(run.page) + s.key_offset) + run.token + at);

@@ -33,14 +33,13 @@ inline constexpr int64_t kKeyBlock = 64;   // keys of a sequence without pages t
 inline constexpr int64_t kValueAlign = 16; // value heads are padded to a multiple of this many numbers
 
 // Where the keys and values of one layer lie in a page: keys [kv_heads][K block], then values [kv_heads][V block].
-//   K block: float32, float16: [head_dim][page_size]; bfloat16: [head_dim / 2][page_size][2], int8: [head_dim / 4][page_size][4], pairs and fours of
-//   dimensions side by side.
+//   K block: float32, float16: [head_dim][page_size]; bfloat16, int8: [head_dim / 2][page_size][2], pairs of dimensions side by side.
 //   V block: float32, float16: [page_size][padded dim]; bfloat16, int8: [page_size / 2][padded dim][2], pairs of tokens side by side.
 // int8: a scale for each token, bfloat16[page_size], ends either block; a number is its byte times the scale (see scale_of in kv_pages.h).
 // LatentKV: one kv head, the same rows for keys and values, as they lie in a neutral page: [page_size][latent], then [page_size][head_dim - latent];
 //   int8: a scale for each row behind either part. Values are the first `latent` numbers of keys.
-// Keys are padded with zeros to whole pairs or fours of dimensions. They are read as columns, so that a vector holds the same dimension of many keys
-// and no sum runs across lanes; pairs and fours are what dot products of 16 and 8 bits, and matrix tiles, take.
+// An odd head_dim is padded with a dimension of zeros in keys. Keys are read as columns, so that a vector holds the same dimension of many keys and
+// no sum runs across lanes; the pairs are what dot products of 16 bits and matrix tiles take.
 struct KvLayout {
   KvType type = KvType::float32;
   int64_t page_size = 16;
@@ -50,23 +49,21 @@ struct KvLayout {
 
   int64_t item() const { return type == KvType::float32 ? 4 : type == KvType::int8 ? 1 : 2; }
   int64_t scale_bytes() const { return type == KvType::int8 ? 2 * page_size : 0; }
-  int64_t key_unit() const { return type == KvType::int8 ? 4 : 2; }
-  int64_t key_dim() const { return (head_dim + key_unit() - 1) / key_unit() * key_unit(); }
+  int64_t key_dim() const { return (head_dim + 1) / 2 * 2; }
   int64_t value_size() const { return latent > 0 ? latent : head_dim; }
   int64_t value_dim() const { return (value_size() + kValueAlign - 1) / kValueAlign * kValueAlign; }
   int64_t key_bytes() const { return key_dim() * page_size * item() + scale_bytes(); }
   int64_t value_bytes() const { return value_dim() * page_size * item() + scale_bytes(); }
   int64_t latent_bytes() const { return page_size * latent * item() + scale_bytes(); }
   int64_t bytes() const { return latent > 0 ? page_size * head_dim * item() + 2 * scale_bytes() : kv_heads * (key_bytes() + value_bytes()); }
-  // Keys are rows of dimensions, values rows of tokens; some of them side by side are one row. Where a token begins in each row of keys, and
-  // its row of values: bytes.
-  int64_t tokens_per_row() const { return type == KvType::bfloat16 || type == KvType::int8 ? 2 : 1; }
-  int64_t dims_per_row() const { return type == KvType::int8 ? 4 : tokens_per_row(); }
-  int64_t key_rows() const { return key_dim() / dims_per_row(); }
-  int64_t key_row_bytes() const { return page_size * dims_per_row() * item(); }
-  int64_t key_at(int64_t token) const { return token * dims_per_row() * item(); }
-  int64_t value_row_bytes() const { return value_dim() * tokens_per_row() * item(); }
-  int64_t value_at(int64_t token) const { return token / tokens_per_row() * value_row_bytes(); }
+  // Keys are rows of dimensions, values rows of tokens; with pairs two of them side by side are one row. Where a token begins in each row
+  // of keys, and its row of values: bytes.
+  int64_t per_row() const { return type == KvType::bfloat16 || type == KvType::int8 ? 2 : 1; }
+  int64_t key_rows() const { return key_dim() / per_row(); }
+  int64_t key_row_bytes() const { return page_size * per_row() * item(); }
+  int64_t key_at(int64_t token) const { return token * per_row() * item(); }
+  int64_t value_row_bytes() const { return value_dim() * per_row() * item(); }
+  int64_t value_at(int64_t token) const { return token / per_row() * value_row_bytes(); }
   int64_t key_offset(int64_t head) const { return head * key_bytes(); }
   int64_t value_offset(int64_t head) const { return kv_heads * key_bytes() + head * value_bytes(); }
   // From one row of prepared queries (Kernels::queries) to the next.

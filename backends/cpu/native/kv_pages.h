@@ -12,15 +12,12 @@ namespace trivium::TRIVIUM_TIER {
 
 // A format has
 //   Item            what a page holds of one number
-//   Number          what softmax weights are rounded to, in pairs of tokens
+//   Number          what queries and softmax weights are rounded to, in pairs: even and odd dimensions, or tokens
 //   Sum             W sums of products, zero() at first; kHalves steps add one pair
+//   key(...)        W keys' numbers of pair `pair` of dimensions, from token `token` on; half: of its even or odd dimension
 //   value(...)      W dimensions' numbers of pair `pair` of tokens, from dimension `dim` on; first(...): without the odd token
 //   step(...)       sum + the product with a pair of Numbers
-//   Scoring         how queries meet keys:
-//     Number          what queries are rounded to, kUnit dimensions at a time
-//     key(...)        W keys' numbers of unit `unit` of dimensions, from token `token` on; half: one of the kHalves steps that they take
-//     step(...)       sum + the product with a unit of Numbers
-//     start(...)      where the sums of a query begin
+// and row by row: query() and weights() round, key_scores() and value_sums() bring sums back to floats.
 // Each sum runs over the dimensions, or the tokens of a span, in order: which rows and vectors are worked on together changes no bit.
 
 // Keys [dim][token], values [token][dim], float32 arithmetic.
@@ -29,14 +26,12 @@ struct ColumnPages {
   using Item = ItemType;
   using Number = float;
   using Sum = Vec;
-  using Scoring = ColumnPages;
   static constexpr bool kPairs = false;
-  static constexpr int kUnit = 2, kHalves = 2;
+  static constexpr int kHalves = 2;
   static Sum zero() { return set1(0); }
   static void encode(Vec x, Item* to) { store_items(to, x); }
-  static Sum start(const uint8_t*, const KvLayout&) { return zero(); }
-  static Vec key(const Item* block, int64_t token, int64_t page_size, int64_t unit, int half) {
-    return load_items(block + (2 * unit + half) * page_size + token);
+  static Vec key(const Item* block, int64_t token, int64_t page_size, int64_t pair, int half) {
+    return load_items(block + (2 * pair + half) * page_size + token);
   }
   static Vec value(const Item* block, int64_t dim, int64_t dims, int64_t pair, int half) {
     return load_items(block + (2 * pair + half) * dims + dim);
@@ -52,11 +47,8 @@ using Float16Pages = ColumnPages<uint16_t, load_f16, store_f16>;
 struct Bfloat16Pages {
   using Item = uint16_t;
   using Sum = Vec;
-  using Scoring = Bfloat16Pages;
   static constexpr bool kPairs = true;
-  static constexpr int kUnit = 2;
   static Sum zero() { return set1(0); }
-  static Sum start(const uint8_t*, const KvLayout&) { return zero(); }
   static void encode(Vec x, Item* to) { store_bf16(to, x); }
   static const Item* key_at(const Item* block, int64_t token, int64_t page_size, int64_t pair) { return block + (pair * page_size + token) * 2; }
   static const Item* value_at(const Item* block, int64_t dim, int64_t dims, int64_t pair) { return block + (pair * dims + dim) * 2; }
@@ -84,51 +76,18 @@ struct Bfloat16Pages {
 #endif
 };
 
-// A byte a number; each token's key and value has a scale (bfloat16), which lie behind the numbers of the block. Queries are rounded to bytes, too.
-// Products are those of whole numbers and exact, so every instruction set has the same sums.
-struct Int8Keys {
-  using Item = int8_t;
-  using Sum = Ints;
-  static constexpr int kUnit = 4;
-  static const Item* at(const Item* block, int64_t token, int64_t page_size, int64_t unit) { return block + (unit * page_size + token) * kUnit; }
-#if defined(__AVX512VNNI__)
-  // One operand of the instruction has no sign: keys are taken 128 too large, and what that adds to each sum is taken off at the start.
-  using Number = int8_t;
-  static constexpr int kHalves = 1;
-  static Sum start(const uint8_t* query, const KvLayout& layout) { return set_ints(-128 * *query_sum(query, layout)); }
-  static BiasedFours key(const Item* block, int64_t token, int64_t page_size, int64_t unit, int) { return load_biased_i8(at(block, token, page_size, unit)); }
-  static Sum step(Sum sum, BiasedFours x, const Number* four, int) { return dot(sum, x, four); }
-  static void put(const int8_t* codes, int64_t n, Number* to) { std::memcpy(to, codes, static_cast<size_t>(n)); }
-#else
-  // The even bytes of a unit, then the odd ones.
-  using Number = int16_t;
-  static constexpr int kHalves = 2;
-  static Sum start(const uint8_t*, const KvLayout&) { return zero_ints(); }
-  static Int16Pairs key(const Item* block, int64_t token, int64_t page_size, int64_t unit, int half) {
-    const Item* four = at(block, token, page_size, unit);
-    return half == 0 ? load_even_i8(four) : load_odd_i8(four);
-  }
-  static Sum step(Sum sum, const Int16Pairs& x, const Number* four, int half) { return dot(sum, x, four + 2 * half); }
-  static void put(const int8_t* codes, int64_t n, Number* to) {
-    for (int64_t i = 0; i < n; i += kUnit, codes += kUnit, to += kUnit) {
-      for (int j = 0; j < kUnit; ++j) to[j] = codes[j % 2 * 2 + j / 2];
-    }
-  }
-#endif
-  // A query ends with the sum of its bytes and what sums of its products are multiplied by.
-  static int32_t* query_sum(uint8_t* query, const KvLayout& layout) { return reinterpret_cast<int32_t*>(query + layout.query_bytes()) - 2; }
-  static const int32_t* query_sum(const uint8_t* query, const KvLayout& layout) { return query_sum(const_cast<uint8_t*>(query), layout); }
-  static float* query_scale(uint8_t* query, const KvLayout& layout) { return reinterpret_cast<float*>(query + layout.query_bytes()) - 1; }
-};
-
+// The same places as bfloat16 with a byte a number; each token's key and value has a scale (bfloat16), which lie behind the numbers of the
+// block. Products are those of 16-bit whole numbers and exact, so every instruction set has the same sums.
 struct Int8Pages {
   using Item = int8_t;
   using Number = int16_t;
   using Sum = Ints;
-  using Scoring = Int8Keys;
   static constexpr bool kPairs = true;
-  static constexpr int kUnit = 2, kHalves = 1;
+  static constexpr int kHalves = 1;
   static Sum zero() { return zero_ints(); }
+  static Int16Pairs key(const Item* block, int64_t token, int64_t page_size, int64_t pair, int) {
+    return load_pairs_i8(block + (pair * page_size + token) * 2);
+  }
   static Int16Pairs value(const Item* block, int64_t dim, int64_t dims, int64_t pair, int) { return load_pairs_i8(block + (pair * dims + dim) * 2); }
   static Int16Pairs first(Int16Pairs x) { return first_of_pairs(x); }
   static Sum step(Sum sum, Int16Pairs x, const Number* two, int) { return dot(sum, x, two); }
@@ -179,10 +138,9 @@ template <typename Pages>
 struct RunWriter {
   using Item = typename Pages::Item;
   static constexpr int64_t kChunk = 64;
-  static constexpr int64_t kUnit = Pages::kPairs ? Pages::Scoring::kUnit : 1;
   Item items[kKeyRun][kChunk];
 
-  // Items of dimensions d .. of `count` tokens; those beyond head_dim are 0, to a whole unit.
+  // Items of dimensions d .. of `count` tokens; those beyond head_dim are 0.
   void encode(const float* x, int64_t stride, int64_t count, int64_t d, int64_t head_dim, const uint16_t* scales) {
     const int64_t n = head_dim - d < kChunk ? head_dim - d : kChunk;
     for (int64_t t = 0; t < count; ++t) {
@@ -194,14 +152,20 @@ struct RunWriter {
       } else {
         each_vec(x + t * stride + d, n, [&](int64_t i, Vec v) { Pages::encode(v, to + i); });
       }
-      for (int64_t i = n; i % Pages::Scoring::kUnit != 0; ++i) to[i] = 0;
+      if (n % 2 != 0) to[n] = 0;
     }
   }
 
   void put_keys(Item* block, int64_t offset, int64_t count, int64_t d, int64_t n, int64_t page_size) const {
-    for (int64_t i = 0; i < n; i += kUnit) {
-      Item* to = block + ((d + i) / kUnit * page_size + offset) * kUnit;
-      for (int64_t t = 0; t < count; ++t) std::memcpy(to + kUnit * t, items[t] + i, kUnit * sizeof(Item));
+    if constexpr (Pages::kPairs) {
+      for (int64_t i = 0; i < n; i += 2) {
+        Item* to = block + ((d + i) / 2 * page_size + offset) * 2;
+        for (int64_t t = 0; t < count; ++t) std::memcpy(to + 2 * t, items[t] + i, 2 * sizeof(Item));
+      }
+    } else {
+      for (int64_t i = 0; i < n; ++i) {
+        for (int64_t t = 0; t < count; ++t) block[(d + i) * page_size + offset + t] = items[t][i];
+      }
     }
   }
 
@@ -254,7 +218,7 @@ inline void write_kv(const KvLayout& layout, int64_t offset, int64_t count, cons
       for (int64_t d = 0; d < dim; d += Writer::kChunk) {
         const int64_t width = dim - d < Writer::kChunk ? dim - d : Writer::kChunk;
         writer.encode(keys, k_stride, n, d, dim, of_keys);
-        writer.put_keys(reinterpret_cast<Item*>(key), first, n, d, std::min(d + Writer::kChunk, layout.key_dim()) - d, layout.page_size);
+        writer.put_keys(reinterpret_cast<Item*>(key), first, n, d, (width + 1) / 2 * 2, layout.page_size);
         writer.encode(values, v_stride, n, d, dim, of_values);
         writer.put_values(reinterpret_cast<Item*>(value), first, n, d, width, layout.value_dim());
       }
@@ -263,21 +227,21 @@ inline void write_kv(const KvLayout& layout, int64_t offset, int64_t count, cons
 }
 
 inline void read_kv(const KvLayout& layout, int64_t offset, const uint8_t* key, const uint8_t* value, float* k, float* v) {
-  const int64_t page_size = layout.page_size, dims = layout.value_dim(), unit = layout.dims_per_row(), pair = layout.tokens_per_row();
-  auto read = [&](auto convert, auto item) {
+  const int64_t page_size = layout.page_size, dims = layout.value_dim();
+  auto read = [&](auto convert, bool pairs, auto item) {
     using Item = decltype(item);
     const auto *keys = reinterpret_cast<const Item*>(key), *values = reinterpret_cast<const Item*>(value);
     for (int64_t d = 0; d < layout.head_dim; ++d) {
-      k[d] = convert(keys[(d / unit * page_size + offset) * unit + d % unit]);
-      v[d] = convert(values[(offset / pair * dims + d) * pair + offset % pair]);
+      k[d] = convert(keys[pairs ? (d / 2 * page_size + offset) * 2 + d % 2 : d * page_size + offset]);
+      v[d] = convert(values[pairs ? (offset / 2 * dims + d) * 2 + offset % 2 : offset * dims + d]);
     }
   };
   switch (layout.type) {
-    case KvType::float32: return read([](float x) { return x; }, float{});
-    case KvType::float16: return read(f16_to_float, uint16_t{});
-    case KvType::bfloat16: return read(bf16_to_float, uint16_t{});
+    case KvType::float32: return read([](float x) { return x; }, false, float{});
+    case KvType::float16: return read(f16_to_float, false, uint16_t{});
+    case KvType::bfloat16: return read(bf16_to_float, true, uint16_t{});
     case KvType::int8: {
-      read([](int8_t x) { return static_cast<float>(x); }, int8_t{});
+      read([](int8_t x) { return static_cast<float>(x); }, true, int8_t{});
       const float k_scale = bf16_to_float(key_scales(layout, const_cast<uint8_t*>(key))[offset]);
       const float v_scale = bf16_to_float(value_scales(layout, const_cast<uint8_t*>(value))[offset]);
       for (int64_t d = 0; d < layout.head_dim; ++d) {

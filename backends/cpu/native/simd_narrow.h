@@ -5,8 +5,7 @@
 
 namespace trivium::TRIVIUM_TIER {
 
-// Ints: W int32 lanes. Int16Pairs: W pairs of int16, of bytes as they lie, or of the even or odd ones of W fours. dot(sum, x, two): sum +
-// x.first * two[0] + x.second * two[1] in each lane, exactly.
+// Ints: W int32 lanes. Int16Pairs: W pairs of int16. dot(sum, x, two): sum + x.first * two[0] + x.second * two[1] in each lane, exactly.
 // Bf16Pairs likewise; its sums flush subnormal numbers, and round after each product.
 #if defined(__AVX512F__)
 
@@ -16,9 +15,9 @@ struct Ints {
 struct Int16Pairs {
   __m512i v;
 };
-inline int32_t one_word(const void* p) {
+inline int32_t two_numbers(const void* two) {
   int32_t bits;
-  std::memcpy(&bits, p, sizeof(bits));
+  std::memcpy(&bits, two, sizeof(bits));
   return bits;
 }
 inline Ints zero_ints() { return {_mm512_setzero_si512()}; }
@@ -29,24 +28,9 @@ inline Int16Pairs load_pairs_i8(const int8_t* p) { return {_mm512_cvtepi8_epi16(
 inline Vec load_i8(const int8_t* p) {
   return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
 }
-inline Int16Pairs load_even_i8(const int8_t* p) { return {_mm512_srai_epi16(_mm512_slli_epi16(_mm512_loadu_si512(p), 8), 8)}; }
-inline Int16Pairs load_odd_i8(const int8_t* p) { return {_mm512_srai_epi16(_mm512_loadu_si512(p), 8)}; }
 inline Int16Pairs first_of_pairs(Int16Pairs x) { return {_mm512_and_si512(x.v, _mm512_set1_epi32(0xffff))}; }
-#if defined(__AVX512VNNI__)
-// Fours of int8, each + 128: dot(sum, x, four) adds products of those.
-struct BiasedFours {
-  __m512i v;
-};
-inline BiasedFours load_biased_i8(const int8_t* p) { return {_mm512_xor_si512(_mm512_loadu_si512(p), _mm512_set1_epi8(-128))}; }
-inline Ints dot(Ints sum, BiasedFours x, const int8_t* four) {
-  const __m512i factor = _mm512_set1_epi32(one_word(four));
-  __asm__("vpdpbusd %2, %1, %0" : "+v"(sum.v) : "v"(x.v), "v"(factor));
-  return sum;
-}
-inline Ints set_ints(int32_t x) { return {_mm512_set1_epi32(x)}; }
-#endif
 inline Ints dot(Ints sum, Int16Pairs x, const int16_t* two) {
-  const __m512i factor = _mm512_set1_epi32(one_word(two));
+  const __m512i factor = _mm512_set1_epi32(two_numbers(two));
 #if defined(__AVX512VNNI__)
   __asm__("vpdpwssd %2, %1, %0" : "+v"(sum.v) : "v"(x.v), "v"(factor));  // GCC 12 keeps the sums of its intrinsic in memory
   return sum;
@@ -61,7 +45,7 @@ struct Bf16Pairs {
 inline Bf16Pairs load_bf16_pairs(const uint16_t* p) { return {_mm512_loadu_si512(p)}; }
 inline Bf16Pairs first_of_pairs(Bf16Pairs x) { return {_mm512_and_si512(x.v, _mm512_set1_epi32(0xffff))}; }
 inline Vec dot(Vec sum, Bf16Pairs x, const uint16_t* two) {
-  return {_mm512_dpbf16_ps(sum.v, (__m512bh)x.v, (__m512bh)_mm512_set1_epi32(one_word(two)))};
+  return {_mm512_dpbf16_ps(sum.v, (__m512bh)x.v, (__m512bh)_mm512_set1_epi32(two_numbers(two)))};
 }
 #endif
 inline Vec load_bf16(const uint16_t* p) {
@@ -123,9 +107,6 @@ inline Int16Pairs load_pairs_i8(const int8_t* p) { return {_mm256_cvtepi8_epi16(
 inline Vec load_i8(const int8_t* p) {
   return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))))};
 }
-inline __m256i load_fours(const int8_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
-inline Int16Pairs load_even_i8(const int8_t* p) { return {_mm256_srai_epi16(_mm256_slli_epi16(load_fours(p), 8), 8)}; }
-inline Int16Pairs load_odd_i8(const int8_t* p) { return {_mm256_srai_epi16(load_fours(p), 8)}; }
 inline Int16Pairs first_of_pairs(Int16Pairs x) { return {_mm256_and_si256(x.v, _mm256_set1_epi32(0xffff))}; }
 inline Ints dot(Ints sum, Int16Pairs x, const int16_t* two) {
   int32_t bits;
@@ -162,8 +143,6 @@ inline void load_sum(Ints& x, const float* p) { std::memcpy(&x.v, p, sizeof(x.v)
 inline void store(float* p, Ints x) { std::memcpy(p, &x.v, sizeof(x.v)); }
 inline Vec to_float(Ints x) { return {__builtin_convertvector(x.v, Lanes)}; }
 inline Int16Pairs load_pairs_i8(const int8_t* p) { return {IntLanes{p[0], p[2], p[4], p[6]}, IntLanes{p[1], p[3], p[5], p[7]}}; }
-inline Int16Pairs load_even_i8(const int8_t* p) { return {IntLanes{p[0], p[4], p[8], p[12]}, IntLanes{p[2], p[6], p[10], p[14]}}; }
-inline Int16Pairs load_odd_i8(const int8_t* p) { return load_even_i8(p + 1); }
 inline Vec load_i8(const int8_t* p) {
   return {Lanes{static_cast<float>(p[0]), static_cast<float>(p[1]), static_cast<float>(p[2]), static_cast<float>(p[3])}};
 }
