@@ -2,7 +2,7 @@
 //
 // Rows lie token by token, as they do in neutral pages, so scores are dot products along both rows: R queries by C keys at a time, each number of a
 // key widened to float32 once for R queries, and one sum across lanes for each score, which takes about as long as 4 of its `head_dim / W`
-// multiply-adds. Values are sums over tokens of whole rows. Spans and softmax are those of attention_impl.h; arithmetic is float32 for
+// multiply-adds. Values are sums over tokens of whole rows. Spans and softmax are those of attention_impl.h and attention_softmax.h; arithmetic is float32 for
 // every format.
 #pragma once
 

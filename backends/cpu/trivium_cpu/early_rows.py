@@ -32,7 +32,7 @@ def _makes_single_rows(call: Call) -> bool:
     """Whether a row of each result follows from the same row of the arguments, and from constants."""
     inner = trace(call.op).calls if isinstance(call.op, Pattern) else (call,)
     rows = [v for v in (*call.args, *call.results) if v is not None and v.kind != "constant"]
-    return all(len(v.shape) == 2 for v in rows) and all(map(_by_rows, inner))
+    return all(v.kind == "call" and len(v.shape) == 2 for v in rows) and all(map(_by_rows, inner))
 
 
 def _by_rows(call: Call) -> bool:
